@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint.trainer import alone
 from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
@@ -143,3 +144,89 @@ def test_metadata_of_states(checkpoint: Any, kvstore: Any, tmp_path: Path) -> No
         checkpoint.save_training(tmp_path / "ck", model, model.optimizer, 1, states={"own": state}, durable=False)
         checkpoint.load_training(tmp_path / "ck", model, model.optimizer, states={"own": state})
     assert_equal(state.found, {"": {"version": 3}}, where="what the state was told")
+
+
+class _Nested:
+    """A state whose entries stand ``depth`` dicts deep: rows of stores, tensors, numbers, text, and lists of them."""
+
+    def __init__(self, kvstore: Any, depth: int, seed: int | None = None) -> None:
+        self.path: list[Any] = ["rows", "rows", "7"][:depth]
+        self.stores = [store_of(kvstore) for _ in range(3)]
+        self.values: dict[str, Any] = {"x": torch.zeros(2), "n": 0, "text": "", "in list": torch.zeros(3), "deep": 0}
+        if seed is not None:
+            for number, store in enumerate(self.stores):
+                store.apply_gradients("t", torch.tensor([number, 9]), torch.ones(2, 6), 0.1, seed)
+            self.values = {"x": torch.ones(2) * seed, "n": seed, "text": f"{seed}"}
+            self.values |= {"in list": torch.arange(3.0) + seed, "deep": -seed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, under ``path``."""
+        first, second, third = (store.state_dict() for store in self.stores)
+        several = [second, {"inner": [third], "deep": self.values["deep"]}, self.values["in list"]]
+        found: dict[Any, Any] = {"store": first, "several": several}
+        found |= {key: self.values[key] for key in ("x", "n", "text")}
+        for key in reversed(self.path):
+            found = {key: found}
+        return found
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take all of it from where it stands."""
+        for key in self.path:
+            state_dict = state_dict[key]
+        second, other, in_list = state_dict["several"]
+        for store, found in zip(self.stores, (state_dict["store"], second, *other["inner"]), strict=True):
+            store.load_state_dict(found)
+        self.values = {"in list": in_list, "deep": other["deep"], **{n: state_dict[n] for n in ("x", "n", "text")}}
+
+    def names(self, state: str) -> set[str]:
+        """Those that torch gives the entries, in a checkpoint that knows the state by this name."""
+        rows = self.stores[0].state_dict().keys()
+        entries = ["x", "n", "text", "several.1.deep", "several.2"]
+        places = ("store", "several.0", "several.1.inner.0")
+        return {".".join(map(str, [state, *self.path, each])) for each in entries} | {
+            ".".join(map(str, [state, *self.path, place, row])) for place in places for row in rows
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything as tensors."""
+        found = {
+            name: torch.as_tensor(len(each) if isinstance(each, str) else each) for name, each in self.values.items()
+        }
+        for number, store in enumerate(self.stores):
+            ids = store.ids("t").sort().values
+            found |= {f"{number}.ids": ids, f"{number}.rows": store.get_rows("t", ids)}
+        return found
+
+
+def _with_nested(checkpoint: Any, folder: Path, how: str, nested: _Nested, *, load: bool) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    states = {"side.car": nested}
+    if how == "manager":
+        options = {"interval": 1, "durable": False, "optimizers": optimizer, "states": states}
+        with checkpoint.CheckpointManager(folder, model=model, **options) as manager:
+            manager.load() if load else manager.save(1)
+    elif load:
+        checkpoint.load_training(folder / "step-1", model, optimizer, states=states)
+    else:
+        checkpoint.save_training(folder / "step-1", model, optimizer, 1, states=states, durable=False)
+
+
+@requirement(
+    "CKPT-739",
+    "What stands in a state's dicts and lists, however deep, MUST be saved under the parts of its path joined by dots, "
+    "and loaded from there: rows of a store, tensors, numbers, text.",
+)
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_nested_states(checkpoint: Any, kvstore: Any, tmp_path: Path, depth: int) -> None:
+    for how in ("training", "manager"):
+        saved, empty, other = (_Nested(kvstore, depth, seed) for seed in (4, None, 9))
+        with alone(), succeeds("a save", where=how):
+            _with_nested(checkpoint, tmp_path / how, how, saved, load=False)
+        found = dcp.FileSystemReader(tmp_path / how / "step-1").read_metadata().state_dict_metadata
+        names = {name for name in found if name.startswith("side.car.")}
+        assert_equal(names, saved.names("side.car"), where=f"{how}, {depth} dicts deep: names")
+        for target in (empty, other):
+            with alone(), succeeds("a load", where=f"{how}, {depth} dicts deep"):
+                _with_nested(checkpoint, tmp_path / how, how, target, load=True)
+            assert_same_tensors(target.tensors(), saved.tensors(), where=f"{how}, {depth} dicts deep")

@@ -323,6 +323,10 @@ def with_memory(targets: Mapping[str, Any], metadata: Metadata, rank_count: int,
             made: Any = copy.copy(value)
             made.update(changed)
             return made
+        if isinstance(value, list):
+            # Torch names what stands in a list by its place.
+            entries = [filled(f"{name}.{place}", each) for place, each in enumerate(value)]
+            return entries if any(a is not b for a, b in zip(entries, value, strict=True)) else value
         saved = metadata.state_dict_metadata.get(name)
         if not isinstance(value, Unfilled) or not isinstance(saved, TensorStorageMetadata):
             return value

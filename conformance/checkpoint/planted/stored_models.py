@@ -28,3 +28,18 @@ state_dicts_without_metadata = patched(
     ),
     kills="CKPT-703",
 )
+path_begins_anew = patched(
+    "The path of what is nested two levels deep lacks, or repeats, what it begins with.",
+    mutated(_WITH_MEMORY, 'rank_count, f"{name}.")', 'rank_count, f"{path}{name}.")'),
+    kills="CKPT-739",
+)
+lists_left_out = patched(
+    "Rows of a store that stand in a list get no memory.",
+    mutated(_WITH_MEMORY, "isinstance(value, list)", "False"),
+    kills="CKPT-739",
+)
+places_count_from_one = patched(
+    "What stands in a list is looked for one place behind its own.",
+    mutated(_WITH_MEMORY, "in enumerate(value)", "in enumerate(value, start=1)"),
+    kills="CKPT-739",
+)
