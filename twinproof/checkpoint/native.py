@@ -499,7 +499,9 @@ def told_by(state: State, saved: Collection[str] | None = None) -> State:
         value = state[name]
         if isinstance(value, OptimizerStates) and saved is not None:
             prefix = f"{name}."
-            return value.targets([each.removeprefix(prefix) for each in saved if each.startswith(prefix)])
+            # A parameter of the model may have a name that begins with this one.
+            own = (each for each in saved if each.startswith(prefix) and each not in state)
+            return value.targets([each.removeprefix(prefix) for each in own])
         return value.state_dict() if isinstance(value, Stateful) else value
 
     # Torch asks objects for their states where nobody hears of a rank that fails. In its order: they may exchange some.
