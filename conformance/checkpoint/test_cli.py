@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from conformance.checkpoint.cases import assert_folder, random_bits, save, save_ranks
-from conformance.harness import Rank, assert_equal, requirement
+from conformance.checkpoint.hostile import pack
+from conformance.harness import Rank, assert_equal, requirement, succeeds
 
 NEEDS = ("staged_copies",)
 
@@ -65,3 +66,107 @@ def test_command_line(
     assert_equal((code, facts["ok"]), (0, True), where="consolidate")
     whole = {f"r{r}": random_bits(torch.float32, (3,), r) for r in (0, 1)}
     assert_folder(tmp_path / "out", {"model-00001-of-00001.safetensors": ["r0", "r1"]}, whole)
+
+
+# Texts of a file of JSON, and the error that names what is wrong with it.
+_NO_OBJECT = ("", "{", '{"a": 1, "b": 1', "null", "[]", '["a"]', '"a"', "1", "NaN", "\ufeff{}", "[" * 5000, "{}{}")
+_MAPPINGS = {
+    **dict.fromkeys(_NO_OBJECT, "FormatError"),
+    '{"a": 1, "b": 1, "a": 2}': "FormatError",
+    '{"a": NaN, "b": 1}': "FormatError",
+    '{"a": 1e999, "b": 1}': "FormatError",
+    '{"a": "1", "b": 1}': "ConfigError",
+    '{"a": 1.0, "b": 1}': "ConfigError",
+    '{"a": true, "b": 1}': "ConfigError",
+    '{"a": null, "b": 1}': "ConfigError",
+    '{"a": {}, "b": [1]}': "ConfigError",
+    '{"a": 0, "b": 1}': "ConfigError",
+    '{"a": 1, "b": 3}': "ConfigError",
+    '{"a": 1}': "PlanError",
+    "{}": "PlanError",
+}
+_INDICES = {
+    **dict.fromkeys(_NO_OBJECT, "FormatError"),
+    "{}": "FormatError",
+    '{"weight_map": null}': "FormatError",
+    '{"weight_map": ["a"]}': "FormatError",
+    '{"weight_map": {"a": 1}}': "FormatError",
+    '{"weight_map": {"a": null}}': "FormatError",
+    '{"weight_map": {"a": ["f.safetensors"]}}': "FormatError",
+    '{"weight_map": {"a": "f.safetensors", "a": "f.safetensors"}}': "FormatError",
+    '{"weight_map": {"a": "f.safetensors"}, "weight_map": {}}': "FormatError",
+    '{"weight_map": {"a": "../f.safetensors"}}': "FormatError",
+    '{"weight_map": {"a": "g.safetensors"}}': "CorruptionError",
+    '{"weight_map": {"x": "f.safetensors"}}': "CorruptionError",
+}
+_ENTRY = '{"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}'
+_HEADERS = {
+    **dict.fromkeys(_NO_OBJECT, "FormatError"),
+    f'{{"a": {_ENTRY}, "a": {_ENTRY}}}': "FormatError",
+    '{"a": null}': "FormatError",
+    '{"a": [1]}': "FormatError",
+    _ENTRY.join(('{"a": ', ', "__metadata__": {"x": 1}}')): "FormatError",
+    _ENTRY.join(('{"a": ', ', "__metadata__": []}')): "FormatError",
+    f'{{"a": {_ENTRY.replace("[2]", "2")}}}': "FormatError",
+    f'{{"a": {_ENTRY.replace("[2]", "[2.0]")}}}': "FormatError",
+    f'{{"a": {_ENTRY.replace("U8", "U7")}}}': "FormatError",
+}
+
+
+def _with_bytes(texts: dict[str, str]) -> dict[bytes, str]:
+    # Beside texts, what is none, and the mark of another order of bytes.
+    return {text.encode(): error for text, error in texts.items()} | {b'{"a\xff": 1}': "FormatError"}
+
+
+def _assert_named(impl: Any, capsys: Any, words: list[str], status: int, error: str, where: str) -> None:
+    """The command ends with this status and error, as JSON where that is asked for; with nothing else on stdout."""
+    main = importlib.import_module(f"{impl.__name__}.checkpoint.__main__").main
+    for flags in (["--json"], []):
+        with succeeds("the command", where=f"{where} {flags}"):
+            code = main([*words, *flags])
+        out, err = capsys.readouterr()
+        if flags:
+            with succeeds("reading the one JSON object", where=where):
+                said = json.loads(out)
+            found = code, said["ok"], said["error"], said["path"], bool(said["message"])
+            assert_equal(found, (status, False, error, words[1], True), where=where)
+        else:
+            assert_equal((code, out, err.split(":")[0]), (status, "", error), where=f"{where}, as text")
+
+
+@requirement(
+    "CKPT-742",
+    "Every file that the command line reads, of a mapping, an index or a header, that is no JSON, has a name twice or "
+    "other types MUST be a named error of status 1, of diff 2, with --json in one object; nothing is made.",
+    needs=NEEDS,
+)
+def test_malformed_files(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards, out, good, bad = (tmp_path / name for name in ("shards", "out", "good", "bad"))
+    mapping, good_folder = tmp_path / "mapping.json", str(good)
+    state = {"a": torch.ones(3), "b": torch.ones(2)}
+    save(checkpoint, state, shards, enable_consolidation=False)
+    save(checkpoint, state, good)
+    merge = ["consolidate", str(shards), str(out), "--mapping", str(mapping)]
+    _assert_named(impl, capsys, merge, 1, "FileNotFoundError", "no mapping")
+    for content, error in _with_bytes(_MAPPINGS).items():
+        mapping.write_bytes(content)
+        _assert_named(impl, capsys, merge, 1, error, f"mapping {content[:60]!r}")
+    bad.mkdir()
+    commands: list[tuple[int, list[str]]] = [
+        (1, ["inspect", str(bad)]),
+        (1, ["verify", str(bad)]),
+        (1, ["consolidate", str(bad), str(out)]),
+        (2, ["diff", str(bad), good_folder]),
+    ]
+    checkpoint.save_file({"a": torch.ones(2)}, bad / "f.safetensors")
+    for content, error in _with_bytes(_INDICES).items():
+        (bad / "model.safetensors.index.json").write_bytes(content)
+        for status, words in commands:
+            _assert_named(impl, capsys, words, status, error, f"{words[0]}: index {content[:60]!r}")
+    (bad / "model.safetensors.index.json").unlink()
+    for content, error in _with_bytes(_HEADERS).items():
+        (bad / "f.safetensors").write_bytes(pack(content, b"xy"))
+        for status, words in commands:
+            _assert_named(impl, capsys, words, status, error, f"{words[0]}: header {content[:60]!r}")
+    left = [path.name for path in tmp_path.iterdir() if path not in (shards, good, bad, mapping)]
+    assert_equal(left, [], where="what was made")

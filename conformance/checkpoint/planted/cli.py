@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="CKPT-107", at="fastimpl.checkpoint.__main__:main")
@@ -13,3 +13,30 @@ def exit_status_always_zero(original: Callable[..., int], *arguments: Any) -> in
     """The command line ends with 0 whatever it found."""
     original(*arguments)
     return 0
+
+
+mapping_by_plain_json = patched(
+    "The mapping is read by plain JSON: of a name that stands twice the last counts, and null is no mapping.",
+    mutated(
+        "fastimpl.checkpoint.__main__:_consolidate",
+        "parse_json_object(options.mapping.read_bytes(), str(options.mapping))",
+        "json.loads(options.mapping.read_bytes())",
+    ),
+    kills="CKPT-742",
+)
+errors_as_text_alone = patched(
+    "An error is told as text, also where JSON was asked for.",
+    mutated(
+        "fastimpl.checkpoint.__main__:main", "if options.json:\n            print(", "if False:\n            print("
+    ),
+    kills="CKPT-742",
+)
+index_by_plain_json = patched(
+    "The index is read by plain JSON: of a name that stands twice the last counts.",
+    mutated(
+        "twinproof.checkpoint.catalog:read_index",
+        "parse_json_object(path.read_bytes(), where)",
+        "__import__('json').loads(path.read_bytes())",
+    ),
+    kills="CKPT-742",
+)
