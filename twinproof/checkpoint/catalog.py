@@ -352,7 +352,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Where a chunk lies: file, bytes [offset, offset + length) of it, the chunk's shape and dtype (None: F6)."""
+    """Where a chunk lies: file, bytes [offset, offset + length) of it, its shape, its dtype (None: torch has none)."""
 
     relative_path: str
     offset: int
@@ -405,9 +405,13 @@ class Catalog(Mapping[MetadataIndex, StoredChunk]):
 
 
 def _stored(chunk: Chunk, dtype: str) -> StoredChunk:
-    found = torch_dtype(dtype)
-    length = 0 if found is None else math.prod(chunk.sizes) * found.itemsize
-    return StoredChunk(chunk.file, chunk.begin, length, chunk.sizes, found)
+    length = math.prod(chunk.sizes) * _bits(dtype) // 8
+    return StoredChunk(chunk.file, chunk.begin, length, chunk.sizes, torch_dtype(dtype))
+
+
+def _bits(dtype: str) -> int:
+    # A catalog counts torch elements: two F4 make one, and an odd one stands alone.
+    return {"F4": 8, UNPAIRED_F4: 4}.get(dtype) or DTYPES[dtype][0]
 
 
 def _list_files(path: Path) -> list[Path]:
@@ -853,9 +857,7 @@ class Verified:
 
 def payload_bytes(record: TensorRecord, shape: Sequence[int] | None = None) -> int:
     """Stored bytes of a tensor, or of a chunk of it with this shape."""
-    # A catalog counts torch elements: two F4 make one, and an odd one stands alone.
-    bits = {"F4": 8, UNPAIRED_F4: 4}.get(record.dtype) or DTYPES[record.dtype][0]
-    return math.prod(record.shape if shape is None else shape) * bits // 8
+    return math.prod(record.shape if shape is None else shape) * _bits(record.dtype) // 8
 
 
 def verify(
