@@ -1,0 +1,239 @@
+"""The judge of ``ci/conditions``: which condition of the library's Python never holds, or always, under the suite?
+
+    python ci/conditions.py prepare TREE ROOM     changes a copy of the tree, so that it notes what happens
+    python ci/conditions.py judge TREE ROOM ... [--record | --table]
+
+In the copy each operand of an ``if``, ``while``, ``and``, ``or``, conditional expression and filter notes whether it
+was true, and each branch, loop, handler and ``raise`` that it was reached: in whatever process or thread, of one that
+is killed too. An operand that was true alone can be forgotten and nobody would see it; so can a check whose ``raise``
+was never reached. ``ci/conditions.json`` lists by room what no test decides yet: what is not in it fails, and so does
+an entry that is decided by now. ``--record`` writes it anew, and refuses a room whose list became longer.
+
+Left out are functions that others compile from their source, and constants. Of an object that is no plain value only
+its being there is noted: asking it for its truth may cost a wait for a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTED = ROOT / "ci" / "conditions.json"
+SITES, NOTES = "sites.json", "notes"
+# TorchScript compiles their classes, and sees each statement.
+COMPILED = ("twinproof/pipeline/jagged.py", "twinproof/pipeline/batches.py")
+_TEXT_MAX = 120
+_NOTED = '''"""Notes what is true and what is reached, by process: see ci/conditions.py."""
+
+import os
+
+_FOLDER = {folder!r}
+_PLAIN = (bool, type(None), int, str, list, dict, tuple, set, frozenset, float)
+_process, _known = 0, set()
+
+
+def note(what):
+    global _process, _known
+    if _process != os.getpid():
+        _process, _known = os.getpid(), set()
+    if what in _known:
+        return
+    _known.add(what)
+    # Nothing stays open: a process may be killed, and tests count descriptors.
+    file = os.open(f"{{_FOLDER}}/{{_process}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, f"{{what}}\\n".encode())
+    finally:
+        os.close(file)
+
+
+def operand(number, value):
+    note(f"{{number}} {{bool(value) if type(value) in _PLAIN else True}}")
+    return value
+'''
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the sources: ``kind`` is "operand", or what is reached there."""
+
+    file: str
+    line: int
+    kind: str
+    text: str
+
+
+class Notes(ast.NodeTransformer):
+    """Lets a module note its operands and branches; ``sites`` gets one for each."""
+
+    def __init__(self, file: str, sites: list[Site]) -> None:
+        self._file, self._sites = file, sites
+
+    def _site(self, node: ast.AST, kind: str, text: str) -> ast.Constant:
+        self._sites.append(Site(self._file, getattr(node, "lineno", 0), kind, text[:_TEXT_MAX]))
+        return ast.Constant(len(self._sites) - 1)
+
+    def _reached(self, node: ast.AST, kind: str, text: str) -> ast.Expr:
+        return ast.Expr(ast.Call(ast.Name("_note", ast.Load()), [self._site(node, kind, text)], []))
+
+    def _condition(self, node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.BoolOp):
+            return ast.BoolOp(node.op, [self._condition(value) for value in node.values])
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return ast.UnaryOp(node.op, self._condition(node.operand))
+        if isinstance(node, ast.Constant) or _binds(node):
+            return node
+        number = self._site(node, "operand", ast.unparse(node))
+        return ast.Call(ast.Name("_operand", ast.Load()), [number, self.visit(node)], [])
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        if not any("jit" in ast.unparse(each) or "fx.wrap" in ast.unparse(each) for each in node.decorator_list):
+            self.generic_visit(node)
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        return self._condition(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.IfExp:
+        return ast.IfExp(self._condition(node.test), self.visit(node.body), self.visit(node.orelse))
+
+    def visit_If(self, node: ast.If) -> ast.If:
+        text = ast.unparse(node.test)
+        if "TYPE_CHECKING" in text:
+            return node
+        reached = [self._reached(node, f"{kind}, if", text) for kind in ("true", "false")]
+        test = self._condition(node.test)
+        body, other = ([self.visit(each) for each in block] for block in (node.body, node.orelse))
+        return ast.If(test, [reached[0], *_flat(body)], [reached[1], *_flat(other)])
+
+    def visit_While(self, node: ast.While) -> ast.While:
+        node.test = self._condition(node.test)
+        node.body, node.orelse = ([*_flat([self.visit(each) for each in block])] for block in (node.body, node.orelse))
+        return node
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
+        node.iter, node.ifs = self.visit(node.iter), [self._condition(each) for each in node.ifs]
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.For:
+        reached = self._reached(node, "for", ast.unparse(node.iter))
+        self.generic_visit(node)
+        node.body = [reached, *node.body]
+        return node
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
+        reached = self._reached(node, "except", ast.unparse(node.type) if node.type else "")
+        self.generic_visit(node)
+        node.body = [reached, *node.body]
+        return node
+
+    def visit_Raise(self, node: ast.Raise) -> list[ast.stmt]:
+        return [self._reached(node, "raise", ast.unparse(node)), node]
+
+
+def _binds(node: ast.AST) -> bool:
+    # What ``:=`` binds in an argument of a call would be bound all the same; in a filter it would not.
+    return any(isinstance(each, ast.NamedExpr) for each in ast.walk(node))
+
+
+def _flat(statements: Iterable[ast.stmt | list[ast.stmt]]) -> list[ast.stmt]:
+    return [each for one in statements for each in (one if isinstance(one, list) else [one])]
+
+
+def noting(text: str, file: str, sites: list[Site]) -> str:
+    """The module's text that notes; ``sites`` gets one for each number in it."""
+    module = Notes(file, sites).visit(ast.parse(text))
+    names = [ast.alias("note", "_note"), ast.alias("operand", "_operand")]
+    at = 0
+    for statement in module.body:
+        is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if not is_docstring and not (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
+            break
+        at += 1
+    module.body.insert(at, ast.ImportFrom("twinproof._noted", names, 0))
+    return ast.unparse(ast.fix_missing_locations(module)) + "\n"
+
+
+def prepare(tree: Path, room: str) -> list[Site]:
+    """Change the Python of one room in a copy of the tree; what it notes comes into ``TREE/notes``."""
+    sites: list[Site] = []
+    for layer in ("twinproof", "fastimpl"):
+        for path in sorted((tree / layer / room).rglob("*.py")):
+            file = path.relative_to(tree).as_posix()
+            if file not in COMPILED:
+                path.write_text(noting(path.read_text(encoding="utf-8"), file, sites), encoding="utf-8")
+    (tree / NOTES).mkdir()
+    (tree / "twinproof" / "_noted.py").write_text(_NOTED.format(folder=str(tree / NOTES)), encoding="utf-8")
+    (tree / SITES).write_text(json.dumps([asdict(site) for site in sites]), encoding="utf-8")
+    return sites
+
+
+def undecided(sites: Sequence[Site], notes: set[str]) -> list[str]:
+    """What was true alone, false alone, or never reached, by file and text, so that an edit elsewhere moves nothing."""
+    found = []
+    for number, site in enumerate(sites):
+        if site.kind != "operand":
+            missing = "" if str(number) in notes else f"never, {site.kind}"
+        else:
+            seen = [value for value in ("True", "False") if f"{number} {value}" in notes]
+            missing = "" if len(seen) == 2 else f"always {seen[0].lower()}" if seen else "never asked"
+        if missing:
+            found.append(f"{site.file}: {missing}: {site.text}")
+    return sorted(found)
+
+
+def read(tree: Path) -> list[str]:
+    """``undecided`` of a tree whose suite has run. Raises SystemExit where nothing was noted."""
+    sites = [Site(**each) for each in json.loads((tree / SITES).read_text(encoding="utf-8"))]
+    notes = {line for path in (tree / NOTES).iterdir() for line in path.read_text(encoding="utf-8").splitlines()}
+    if not notes:
+        raise SystemExit(f"conditions: nothing was noted in {tree}")
+    return undecided(sites, notes)
+
+
+def judge(found: Sequence[str], listed: Sequence[str]) -> list[str]:
+    """What is wrong with the list: what stands in one of both alone."""
+    new, old = Counter(found) - Counter(listed), Counter(listed) - Counter(found)
+    wrong = [f"no test decides it: {each}" for each in new.elements()]
+    return wrong + [f"decided by now, take it out: {each}" for each in old.elements()]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="ci/conditions", description=__doc__)
+    parser.add_argument("what", choices=("prepare", "judge"))
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("room", choices=("checkpoint", "kvstore", "offload", "pipeline"))
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--record", action="store_true", help="write the room's list anew; it may not become longer")
+    way.add_argument("--table", action="store_true", help="print what is undecided, and judge nothing")
+    options = parser.parse_args(arguments)
+    if options.what == "prepare":
+        print(f"{options.room}: {len(prepare(options.tree, options.room))} places")
+        return 0
+    found = read(options.tree)
+    listed: dict[str, list[str]] = json.loads(LISTED.read_text(encoding="utf-8")) if LISTED.exists() else {}
+    if options.table:
+        print("\n".join(found))
+        return 0
+    if options.record:
+        if options.room in listed and len(found) > len(listed[options.room]):
+            raise SystemExit(
+                f"conditions: {options.room}: {len(listed[options.room])} were undecided, now {len(found)}"
+            )
+        LISTED.write_text(json.dumps({**listed, options.room: found}, indent=1) + "\n", encoding="utf-8")
+        return 0
+    wrong = judge(found, listed.get(options.room, []))
+    print("\n".join([*wrong, f"{options.room}: {len(found)} undecided, {len(wrong)} of them not as listed"]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

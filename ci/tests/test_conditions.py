@@ -1,0 +1,103 @@
+"""The judge of conditions: what a program decides, in all of its processes, and what it does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_PROGRAM = '''
+"""What is noted."""
+from __future__ import annotations
+import os
+
+
+def both(a, b):
+    if a and b > 1:
+        return [x for x in (1, 2) if x > 1]
+    elif not a:
+        raise ValueError("no a")
+    for _ in range(b):
+        a = a or b
+    return a if b else None
+
+
+both(True, 2)
+both(True, 1)
+try:
+    both(False, 0)
+except ValueError:
+    pass
+if not os.fork():
+    both(3, 0)
+    os._exit(0)
+os.wait()
+'''
+
+
+@pytest.fixture(scope="module")
+def conditions() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("conditions", ROOT / "ci" / "conditions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["conditions"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(conditions: Any, tree: Path, program: str) -> list[str]:
+    for layer in ("twinproof", "fastimpl"):
+        (tree / layer / "offload").mkdir(parents=True)
+    (tree / "twinproof" / "__init__.py").touch()
+    path = tree / "twinproof" / "offload" / "sample.py"
+    path.write_text(program, encoding="utf-8")
+    conditions.prepare(tree, "offload")
+    subprocess.run([sys.executable, str(path)], check=True, env={"PYTHONPATH": str(tree)}, timeout=60)
+    found: list[str] = conditions.read(tree)
+    return [each.removeprefix("twinproof/offload/sample.py: ") for each in found]
+
+
+def test_what_is_not_decided_is_named(conditions: Any, tmp_path: Path) -> None:
+    """Also in a process that ends without a word; ``a or b`` was never asked with a false a."""
+    assert _run(conditions, tmp_path, _PROGRAM) == ["always true: a", "never asked: b"]
+
+
+def test_what_never_happens_is_named(conditions: Any, tmp_path: Path) -> None:
+    found = _run(conditions, tmp_path, _PROGRAM.replace("both(False, 0)", "both(True, 2)"))
+    assert "always true: a" in found
+    assert "never, true, if: not a" in found
+    assert "never, except: ValueError" in found
+    assert "never, raise: raise ValueError('no a')" in found
+
+
+def test_a_run_that_noted_nothing_is_no_result(conditions: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="nothing was noted"):
+        _run(conditions, tmp_path, "print('no condition')\n")
+
+
+def test_the_list_is_what_is_undecided(conditions: Any) -> None:
+    assert conditions.judge(["x", "y"], ["y", "x"]) == []
+    assert conditions.judge(["x", "x"], ["x"]) == ["no test decides it: x"]
+    assert conditions.judge(["x"], ["x", "z"]) == ["decided by now, take it out: z"]
+
+
+def test_a_list_does_not_become_longer(conditions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run(conditions, tmp_path / "tree", _PROGRAM)
+    monkeypatch.setattr(conditions, "LISTED", tmp_path / "listed.json")
+    (tmp_path / "listed.json").write_text(json.dumps({"offload": ["one"], "kvstore": []}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="1 were undecided, now 2"):
+        conditions.main(["judge", str(tmp_path / "tree"), "offload", "--record"])
+    (tmp_path / "listed.json").write_text(json.dumps({"offload": ["one", "two"], "kvstore": []}), encoding="utf-8")
+    assert conditions.main(["judge", str(tmp_path / "tree"), "offload", "--record"]) == 0
+    kept = json.loads((tmp_path / "listed.json").read_text(encoding="utf-8"))
+    assert [len(kept[room]) for room in ("offload", "kvstore")] == [2, 0]
+    assert conditions.main(["judge", str(tmp_path / "tree"), "offload"]) == 0
+    assert conditions.main(["judge", str(tmp_path / "tree"), "kvstore"]) == 1
