@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.kvstore.cases import FILE, Contents, contents, filled, fresh, random_rows, save
 from twinproof.errors import TwinproofError
 
@@ -140,3 +141,45 @@ def test_options_of_state_dicts(kvstore: Any) -> None:
         _check(store, expected, where)
         counts = {table: source.size(table) for table in tables or ("a", "b")}
         assert_equal(found, counts, where=f"{where}: rows that are told")
+
+
+def load_parts(rank: Any, path: str) -> None:
+    """A rank of two loads parts of a full save and of a delta, given groups, buckets and tables in every company."""
+    kvstore, both = rank.component("kvstore"), dist.new_group([1, 0])
+    alone = [dist.new_group([each]) for each in range(2)][rank.rank]
+    listed = kvstore.SavedRows(Path(path) / "full")
+    gone = kvstore.SavedRows(Path(path) / "delta")
+    for group, part, tables in product((None, both, alone), (None, (0, 1), (1, TOTAL), (2, 2)), (None, ("b",))):
+        place = (1, 0) if group is alone else (2, rank.rank)
+        begin, end = part or kvstore.rank_buckets(TOTAL, *place)
+        store, where = fresh(kvstore), f"rank {rank.rank} of {group}, {part=}, {tables=}"
+        options = {"process_group": group, "owned": part, "tables": tables}
+        report = kvstore.load(store, Path(path) / "full", **options)
+        expected = {
+            table: [key for key in listed.ids(table).tolist() if begin <= key % TOTAL < end]
+            for table in tables or listed.tables
+        }
+        assert_equal(report.row_counts, {table: len(ids) for table, ids in expected.items()}, where=f"{where}: told")
+        found = {table: store.ids(table).tolist() for table in expected}
+        assert_equal(found, expected, where=f"{where}: ids")
+        report = kvstore.load(store, Path(path) / "delta", **options)
+        removed = {table: [key for key in gone.deleted(table).tolist() if key in ids] for table, ids in found.items()}
+        counts = {table: len(ids) for table, ids in removed.items()}
+        assert_equal(report.deleted_counts, counts, where=f"{where}: removed")
+        left = {table: [key for key in ids if key not in removed[table]] for table, ids in found.items()}
+        assert_equal({table: store.ids(table).tolist() for table in left}, left, where=f"{where}: ids behind a delta")
+
+
+@requirement(
+    "KV-375",
+    "A load MUST bring and remove the buckets that it is told, else those of its rank in the group that it is given, "
+    "else those of its rank among all, of the tables that it is told, whichever of these options stand together.",
+)
+def test_what_decides(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    store = _source(kvstore, track_changes=True)
+    mark = save(kvstore, store, tmp_path / "full", buckets=kvstore.Buckets(TOTAL)).mark
+    for table in "ab":
+        store.delete(table, store.ids(table)[::2].contiguous())
+    save(kvstore, store, tmp_path / "delta", since=mark, buckets=kvstore.Buckets(TOTAL))
+    with succeeds("two ranks", where="an answer of both"):
+        rank_pool.run(load_parts, 2, str(tmp_path), timeout_s=20)

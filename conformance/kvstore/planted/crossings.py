@@ -47,3 +47,22 @@ cleared_before_all_is_read = patched(
     ),
     kills="KV-298",
 )
+group_decides_for_itself = patched(
+    "The buckets that a load is told are passed over where it is given a group, too.",
+    mutated("fastimpl.kvstore.files:load", "owned=owned,", "owned=owned if process_group is None else None,"),
+    kills="KV-375",
+)
+all_ranks_decide = patched(
+    "A load that is told no buckets takes those of its rank among all ranks, whatever its group is.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "rank_and_world(process_group)", "rank_and_world(None)"),
+    kills="KV-375",
+)
+removed_by_rank = patched(
+    "What a delta removes is that of the rank's own buckets, whatever buckets the load is told.",
+    mutated(
+        "twinproof.kvstore.disk:StoreFiles.load",
+        "gone[table] = removed[(found >= begin) & (found < end)]",
+        "mine = rank_buckets(total, world_size, rank); gone[table] = removed[(found >= mine[0]) & (found < mine[1])]",
+    ),
+    kills="KV-375",
+)
