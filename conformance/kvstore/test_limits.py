@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from conformance.harness import assert_equal, assert_le, raises, requirement, su
 from conformance.kvstore.cases import (
     FILE,
     Clock,
+    assert_bits,
     assert_contents,
     contents,
     filled,
@@ -108,6 +110,122 @@ def test_ranges(kvstore: Any) -> None:
         for start, length in ((0, 0), (4, 0), (3, 1), (0, 4)):
             with succeeds("narrow", where=f"{name} {start} {length}"):
                 assert_equal(view.narrow(0, start, length).shape[0], length, where=f"{name} {start} {length}")
+
+
+_VALUES = (
+    *(torch.uint8, torch.bool, torch.int16, torch.float16, torch.bfloat16, torch.int32, torch.float32),
+    *(torch.int64, torch.float64, torch.complex64, torch.complex128),
+)
+_HEADER = 16
+
+
+def _borders(size: int, width: int) -> list[int]:
+    """Where ``width`` bytes may begin: next to the borders of a row of ``size`` bytes, on either side."""
+    edges = {-width, 0, _HEADER - width, _HEADER, size - width, size}
+    return sorted({edge + d for edge in edges for d in (-1, 0, 1)})
+
+
+def _place_everywhere(store: Any, ids: torch.Tensor, dtype: torch.dtype, where: str) -> None:
+    """Place values of every width at all borders: those in the row are there, and others leave it as it was."""
+    size = store.layout("t").row_bytes
+    most = (size - _HEADER) // dtype.itemsize
+    for width in sorted({0, 1, 2, most - 1, most, most + 1, size // dtype.itemsize + 1}):
+        many = width * dtype.itemsize
+        # Bytes of ones are true, and values of every dtype.
+        values = torch.ones(ids.numel() * many, dtype=torch.uint8).view(dtype).reshape(ids.numel(), width)
+        for begin in _borders(size, many):
+            before, mark = store.get_rows("t", ids), store.mark()
+            told = f"{where}: {width} values of {dtype} at {begin}"
+            if begin >= _HEADER and begin + many <= size:
+                with succeeds("place", where=told):
+                    store.place("t", ids, values, begin)
+                expected = before.clone()
+                expected[:, begin : begin + many] = 1
+                assert_bits(store.get_rows("t", ids)[:, _HEADER:], expected[:, _HEADER:], where=told)
+                store.set_rows("t", before)
+                continue
+            with raises(ShapeError, mentions=(f"got: {(begin, many)}", "where: t"), where=told):
+                store.place("t", ids, values, begin)
+            assert_bits(store.get_rows("t", ids), before, where=f"{told}: rows")
+            assert_equal(store.mark(), mark, where=f"{told}: mark")
+
+
+@requirement(
+    "KV-376",
+    "Bytes of rows that lie in part outside of them MUST be refused by name, whichever dtype and number of values they "
+    "are counted in, and nothing be written; those that end where the row ends MUST be read and written.",
+)
+@pytest.mark.parametrize("dim", [1, 6])
+def test_ranges_of_bytes(kvstore: Any, dim: int) -> None:
+    # Rows without padding.
+    layout = kvstore.RowLayout(4 * dim, optimizer="adam")
+    store, ids = store_of(kvstore, layout, track_changes=True), ids_of([3, 4, 5])
+    size = layout.row_bytes
+    assert_equal(sum(end - begin for begin, end in layout.value_ranges), size, where="bytes without padding")
+    store.set_rows("t", random_rows(store, [3, 4, 5], 1))
+    for dtype in _VALUES:
+        _place_everywhere(store, ids, dtype, "rows that are there")
+    before = contents(store)
+    for dtype in _VALUES:
+        for key in ([9], []):
+            values = torch.zeros(len(key), (size - _HEADER) // dtype.itemsize + 1, dtype=dtype)
+            with raises(ShapeError, where=f"{values.shape[1]} values of {dtype} for {key}"):
+                store.place("t", ids_of(key), values, _HEADER)
+    assert_contents(store, before, where="ids that were not there")
+    for width in (0, 1, 8, size - 1, size, size + 1):
+        for begin in _borders(size, width):
+            where = f"{width} bytes from {begin}"
+            if begin >= 0 and begin + width <= size:
+                found = store.get_rows("t", ids, offset_bytes=begin, width_bytes=width)
+                whole = store.get_rows("t", ids)[:, begin : begin + width]
+                assert_bits(found, whole, where=where)
+                continue
+            out = torch.full((3, width), 7, dtype=torch.uint8)
+            for memory in (None, out):
+                with raises(ShapeError, mentions=("where: t", f"within {size} bytes"), where=where):
+                    store.get_rows("t", ids, offset_bytes=begin, width_bytes=width, out=memory)
+            assert_equal(bool((out == 7).all()), True, where=f"{where}: memory")
+
+
+@requirement(
+    "KV-377",
+    "Columns of a wrapper that lie in part outside of the rows MUST be refused by name, in whichever dtype they are "
+    "counted, when it is given its store, and at each read and write once the store shows other columns.",
+)
+def test_columns_outside(kvstore: Any) -> None:
+    store, ids = store_of(kvstore), ids_of([3, 4])
+    store.set_rows("t", random_rows(store, [3, 4], 1))
+    size, before = store.layout("t").row_bytes, contents(store)
+
+    def wrapper(width: int, dtype: torch.dtype, offset: int) -> Any:
+        return kvstore.KVTensorWrapper([2, width], dtype, 0, sorted_indices=ids, width_offset=offset)
+
+    for dtype in _VALUES:
+        for whole in (True, False):
+            store.set_return_whole_row(whole)
+            most = (size - (0 if whole else _HEADER)) // dtype.itemsize
+            for width, offset in ((most + 1, 0), (1, most), (most, 1), (0, most + 1), (2, most - 1)):
+                with raises(ConfigError, mentions=(f"within {size} bytes",), where=f"{width} of {dtype} at {offset}"):
+                    wrapper(width, dtype, offset).set_dram_db_wrapper(store)
+            for width, offset in ((most, 0), (1, most - 1), (0, most)):
+                with succeeds("set_dram_db_wrapper", where=f"{width} of {dtype} at {offset}, {whole=}"):
+                    wrapper(width, dtype, offset).set_dram_db_wrapper(store)
+        # Behind the header the same columns stand further back.
+        store.set_return_whole_row(True)
+        last = wrapper(1, dtype, size // dtype.itemsize - 1)
+        first = wrapper(1, dtype, 0)
+        for each in (last, first):
+            each.set_dram_db_wrapper(store)
+        value = torch.ones(2, 1, dtype=dtype)
+        with raises(ShapeError, where=f"the header as {dtype}"):
+            first.set_range(0, 0, 2, value)
+        store.set_return_whole_row(False)
+        acts: list[Callable[[], Any]] = [partial(last.narrow, 0, 0, 2), partial(last.get_weights_by_ids, ids)]
+        acts += [partial(last.set_range, 0, 0, 2, value), partial(last.set_weights_and_ids, value, ids)]
+        for number, act in enumerate(acts):
+            with raises(ShapeError, mentions=("where: t",), where=f"call {number}, {dtype} behind the row's end"):
+                act()
+        assert_contents(store, before, where=f"columns of {dtype}")
 
 
 def _names(path: Path) -> dict[str, str]:

@@ -83,3 +83,27 @@ infinite_in_float32 = patched(
     mutated("twinproof.optimizers:Hyper.__post_init__", "abs(self.lr) <= FLOAT32_MAX", "math.isfinite(self.lr)"),
     kills="KV-334",
 )
+
+values_are_bytes = patched(
+    "Where a range of bytes ends is worked out with the number of its values.",
+    mutated("twinproof.kvstore.store:KVStore.place", "begin + raw.shape[1] <=", "begin + values.shape[1] <="),
+    kills="KV-376",
+)
+
+last_byte_is_not_written = patched(
+    "A range of bytes that ends with the row is refused.",
+    mutated("twinproof.kvstore.store:KVStore.place", "raw.shape[1] <= layout", "raw.shape[1] < layout"),
+    kills="KV-376",
+)
+
+ranges_of_memory_unchecked = patched(
+    "Where a range of bytes that is read ends is left to whoever reads it.",
+    mutated("twinproof.kvstore.rows:RowSource.get_rows", "<= end <= row_bytes", "<= row_bytes"),
+    kills="KV-376",
+)
+
+columns_are_bytes = patched(
+    "Where the columns of a wrapper end is worked out as if each had one byte.",
+    mutated("twinproof.kvstore.modules:KVTensorWrapper._range", "self.shape[1] * self.dtype.itemsize", "self.shape[1]"),
+    kills="KV-377",
+)
