@@ -13,7 +13,7 @@ import torch
 
 from conformance.harness import assert_equal, assert_flags_are_no_text, raises, requirement, succeeds
 from conformance.kvstore.cases import assert_contents, contents, ids_of, random_rows, save, store_of
-from twinproof.errors import ConfigError, ShapeError, TwinproofError, UnsupportedError
+from twinproof.errors import ConfigError, MissingKeyError, ShapeError, TwinproofError, UnsupportedError
 
 Call = Callable[[Any], Any]
 
@@ -504,3 +504,102 @@ def test_what_is_none(kvstore: Any) -> None:
         store.place("t", ids, right, 16)
         assert_equal(store.get("t", ids).tolist(), right.tolist(), where=f"{what} values")
     assert_equal(int(store.metadata("t", ids)[1]) & (2**32 - 1), 7, where="a clock of fractions of seconds")
+
+
+def _named(call: Callable[..., Any], *rest: Any) -> Call:
+    """A call that is given a name before all else."""
+    return lambda name: call(name, *rest)
+
+
+def _of_sources(kvstore: Any, store: Any, folder: Path) -> Iterator[tuple[str, type[Exception], Call]]:
+    """Calls that are given the name of a table or of what a row holds, of every source of rows; and their error."""
+    ids = ids_of([1, 2])
+    saved = {name: kvstore.SavedRows(folder / name) for name in ("ck", "delta")}
+    held = kvstore.KVTensor(store, ids, table="t").clone().source
+    for name, source in {"store": store, "moment": store.snapshot(), "held": held, **saved}.items():
+        for verb in ("get", "get_rows", "metadata", "get_scores", "contains"):
+            yield f"{verb} of {name}", ConfigError, _named(getattr(source, verb), ids)
+        for verb in ("ids", "size", "layout"):
+            yield f"{verb} of {name}", ConfigError, getattr(source, verb)
+        yield f"get_state of {name}", ConfigError, _named(source.get_state, "momentum1", ids)
+        yield f"a state of {name}", ConfigError, partial(_state_of, source, ids)
+        yield f"slot of {name}", ConfigError, _named(source.slot, "momentum1")
+        yield f"slot of a state of {name}", ConfigError, partial(source.slot, "t")
+        yield f"a view of {name}", ConfigError, partial(kvstore.KVTensor, source, ids, table="t")
+    for name, found in saved.items():
+        for verb, rest in {"saved_table": 0, "deleted": 0, "file_of": 0, "rows": 2, "read_ids": 2}.items():
+            yield f"{verb} of {name}", MissingKeyError, _named(getattr(found, verb), *(0, 1)[:rest])
+        for verb in ("chunks", "between"):
+            yield f"{verb} of {name}", MissingKeyError, _named(getattr(found, verb), 0, 1, 1)
+
+
+def _state_of(source: Any, ids: torch.Tensor, state: Any) -> torch.Tensor:
+    found: torch.Tensor = source.get_state("t", state, ids)
+    return found
+
+
+def _of_options(kvstore: Any, store: Any, folder: Path) -> Iterator[tuple[str, type[Exception], Call]]:
+    """Calls that are given a name of a table among others, or that of an option; and their error."""
+    state = store.state_dict()
+    # Some of these look first at what they load from.
+    yield "load", TwinproofError, lambda it: kvstore.load(store, folder / "ck", tables=("t", it))
+    yield "load of one", TwinproofError, lambda it: kvstore.load(store, folder / "ck", tables=(it,))
+    yield "load_state_dict", TwinproofError, lambda it: store.load_state_dict(state, tables=("t", it))
+    yield "state_dict", ConfigError, lambda it: store.state_dict(tables=("t", it))
+    yield "save", ConfigError, lambda it: save(kvstore, store, folder / "x", form=it)
+    yield "a policy", ConfigError, kvstore.EvictionPolicy
+    yield "an initializer", ConfigError, kvstore.Initializer
+    yield "Buckets", ConfigError, partial(kvstore.Buckets, 2)
+    yield "a store's device", ConfigError, lambda it: store_of(kvstore, device=it)
+    yield "a store's rows", ConfigError, lambda it: store_of(kvstore, row_memory=it)
+
+
+@requirement(
+    "KV-378",
+    "What is no name of a table, of a file's tensor, of a state or of an option, be it text, of another type or not to "
+    "be hashed, MUST be refused with the error that the call promises and with what it was, whatever the source.",
+)
+def test_names(kvstore: Any, tmp_path: Path) -> None:
+    store = _stored(kvstore)
+    save(kvstore, store, tmp_path / "ck", buckets=kvstore.Buckets(2))
+    save(kvstore, store, tmp_path / "delta", since=0)
+    before, mark = contents(store), store.mark()
+    others: list[Any] = ["u", "", b"t", 3, None, 1.5, ["t"], {"t": 1}, {"t"}, ("t",), torch.zeros(2), float("nan")]
+    calls = [*_of_sources(kvstore, store, tmp_path), *_of_options(kvstore, store, tmp_path)]
+    for verb, error, call in calls:
+        for name in others:
+            with raises(error, mentions=("got: ",), where=f"{verb} given {name!r}"):
+                call(name)
+    assert_contents(store, before, where="after refusals")
+    assert_equal(store.mark(), mark, where="mark after refusals")
+
+
+@requirement(
+    "KV-379",
+    "Places among rows that are no whole numbers MUST be refused by the name of the argument, by views and wrappers, "
+    "and nothing be written or placed; what is a whole number to torch MUST be taken.",
+)
+def test_places_of_rows(kvstore: Any) -> None:
+    store, ids, ones = _stored(kvstore), ids_of([1, 2]), torch.ones(1, 6)
+    before, mark = contents(store), store.mark()
+    view, wrapper = kvstore.KVTensor(store, ids, "weight"), kvstore.KVTensorWrapper([3, 6], torch.float32, 0)
+    wrapper.set_dram_db_wrapper(store)
+    numbers: list[Any] = ["1", None, 1.5, [0], torch.zeros(2), float("nan"), b"0"]
+    for what, rows in (("a view", view), ("a wrapper", wrapper)):
+        for place, name in enumerate(("dim", "start", "length")):
+            for value in numbers:
+                given: list[Any] = [0, 0, 1]
+                given[place] = value
+                for act, rest in ((rows.narrow, ()), (rows.set_range, (ones,))):
+                    with raises(ConfigError, mentions=(f"where: {name}", "got: "), where=f"{what}, {name}={value!r}"):
+                        act(*given, *rest)
+        with succeeds("narrow", where=f"{what} from a tensor of one number"):
+            found = rows.narrow(0, torch.tensor(1), 1)
+        assert_equal(found.tolist(), rows.narrow(0, 1, 1).tolist(), where=what)
+    for value in numbers:
+        for name, given in (("global_row_count", [value, 0]), ("row_offset", [4, value])):
+            with raises(ConfigError, mentions=(f"where: {name}", "got: "), where=f"place, {name}={value!r}"):
+                view.place(*given)
+    assert_equal((view.global_row_count, view.row_offset), (2, 0), where="the view's place")
+    assert_contents(store, before, where="after refusals")
+    assert_equal(store.mark(), mark, where="mark after refusals")

@@ -201,7 +201,7 @@ class SavedRows(RowSource):
 
     def file_of(self, name: str) -> str:
         """The file that holds a tensor. Raises MissingKeyError."""
-        if name not in self.catalog.tensors:
+        if not isinstance(name, str) or name not in self.catalog.tensors:
             raise MissingKeyError("a tensor of the saved store is not there", got=name, where=self.path)
         return self.catalog.tensors[name].chunks[0].file
 

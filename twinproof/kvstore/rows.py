@@ -7,6 +7,7 @@ files; rows of one layout become rows of another, and state is dropped only wher
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -305,8 +306,19 @@ def table_of(tables: tuple[str, ...], table: str | None) -> str:
     return only
 
 
+def check_index(value: Any, where: str) -> None:
+    """Demand what torch takes for a whole number: an int, one of numpy's, a tensor of one. Raises ConfigError."""
+    try:
+        operator.index(value)
+    except (TypeError, RuntimeError, ValueError):
+        raise ConfigError("not a whole number", got=value, expected="an int", where=where) from None
+
+
 def check_row_range(dim: int, start: int, length: int, row_count: int) -> None:
-    """Demand rows [start, start + length) of ``row_count``, and dimension 0. Raises ShapeError."""
+    """Demand rows [start, start + length) of ``row_count``, and dimension 0. Raises ShapeError, ConfigError."""
+    check_index(dim, "dim")
+    check_index(start, "start")
+    check_index(length, "length")
     if dim != 0:
         raise ShapeError("only rows can be narrowed", got=dim, expected=0, where="dim")
     if start < 0 or length < 0 or start + length > row_count:

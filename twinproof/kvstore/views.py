@@ -34,6 +34,7 @@ from twinproof.kvstore.options import (
     RowLayout,
     as_bytes,
     check_ids,
+    check_int,
     check_matrix,
     from_bytes,
     unpack_header,
@@ -87,6 +88,8 @@ class LazyRows(torch.Tensor):
 
     def place(self, global_row_count: int, row_offset: int) -> None:
         """Make these the rows from ``row_offset`` of a global tensor. Raises ConfigError when they do not fit."""
+        check_int(global_row_count, "global_row_count")
+        check_int(row_offset, "row_offset")
         if not 0 <= row_offset <= global_row_count - self.shape[0]:
             raise ConfigError(
                 "rows outside the tensor",
@@ -97,7 +100,9 @@ class LazyRows(torch.Tensor):
         self.global_row_count, self.row_offset = global_row_count, row_offset
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:  # type: ignore[override]
-        """Rows [start, start + length) as a plain tensor. Raises ShapeError for another dim or a range outside."""
+        """Rows [start, start + length) as a plain tensor. Raises ShapeError for another dim or a range outside, and
+        ConfigError for what is no number.
+        """
         check_row_range(dim, start, length, self.shape[0])
         return self.read_rows(start, length)
 

@@ -130,3 +130,27 @@ larger_memory_taken = patched(
     ),
     kills="KV-371",
 )
+
+saved_tables_are_looked_up = patched(
+    "What is no name of a saved table is looked up as if it were one.",
+    mutated("twinproof.kvstore.disk:SavedRows.saved_table", "not isinstance(name, str) or ", ""),
+    kills="KV-378",
+)
+
+tensors_of_files_are_looked_up = patched(
+    "What is no name of a tensor in a file is looked up as if it were one.",
+    mutated("twinproof.kvstore.disk:SavedRows.file_of", "not isinstance(name, str) or ", ""),
+    kills="KV-378",
+)
+
+rows_from_any_place = patched(
+    "Where rows begin is compared before it is known to be a number.",
+    mutated("twinproof.kvstore.rows:check_row_range", 'check_index(start, "start")', "pass"),
+    kills="KV-379",
+)
+
+views_between_rows = patched(
+    "A view begins between two rows of all ranks.",
+    mutated("twinproof.kvstore.views:LazyRows.place", 'check_int(row_offset, "row_offset")', "pass"),
+    kills="KV-379",
+)
