@@ -263,6 +263,79 @@ def test_loading_what_does_not_fit(kvstore: Any, checkpoint: Any, tmp_path: Path
                     assert_equal((store.step_count("a"), store.step_count("b")), (2, 0), where=f"{where}: steps")
 
 
+class _Reader:
+    """A load whose tensors arrive as it is told, each with what a checkpoint has under its name."""
+
+    def __init__(self, kvstore: Any, targets: dict[str, Any], metadata: Any) -> None:
+        self._planner = kvstore.KVLoadPlanner()
+        self._planner.set_up_planner(dict(targets), metadata, True)
+        self.items = self._planner.finish_plan(self._planner.create_local_plan()).items
+
+    def commit(self, item: Any, values: dict[str, torch.Tensor]) -> None:
+        memory = self._planner.resolve_tensor(item)
+        value = values[item.dest_index.fqn].narrow(0, item.storage_offsets[0], item.lengths[0])
+        # Columns that were cut apart come as they are.
+        found = value.clone() if value.shape != memory.shape else memory.copy_(value)
+        self._planner.commit_tensor(item, found)
+
+
+def _unfit_value(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What a checkpoint may have under a name of a view that is refused."""
+    value = state[name].clone()
+    if name.endswith((".weight_id", ".bucket")):
+        value[-1] += 7
+    elif name.endswith(".step"):
+        value -= 100
+    elif value.dtype == torch.uint8:
+        value[-1, 0] ^= 1
+    else:
+        # Columns that were cut apart.
+        return value.repeat(1, 2)
+    return value
+
+
+@requirement(
+    "KV-380",
+    "A load through views of which a tensor is refused MUST write nothing, wherever that tensor stands among the "
+    "others, in whatever order they arrive, also where the reader goes on with the rest; one that is read again and "
+    "fits then MUST be all that was missing.",
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_refused_among_others(kvstore: Any, checkpoint: Any, tmp_path: Path, whole: bool) -> None:
+    store = filled(kvstore, KEYS, return_whole_row=whole)
+    store.set_step_count("a", 41)
+    expected, state = contents(store), {name: value.full_tensor() for name, value in store.state_dict().items()}
+    state["bias"] = torch.arange(3.0)
+    _saved(checkpoint, state, tmp_path / "ck")
+    metadata = checkpoint.HuggingFaceStorageReader(tmp_path / "ck").read_metadata()
+    for table in "ab":
+        store.set_rows(table, random_rows(store, store.ids(table).tolist(), 9, table))
+    store.set_step_count("a", 2)
+    targets = {**store.state_dict(snapshot=False), "bias": torch.zeros(3)}
+    before = contents(store)
+    for name in [name for name in targets if name != "bias"]:
+        value = _unfit_value(state, name)
+        for place in range(len(targets)):
+            reader, where = _Reader(kvstore, targets, metadata), f"{name} at place {place}, {whole=}"
+            (unfit,) = [item for item in reader.items if item.dest_index.fqn == name]
+            rest = [item for item in reader.items if item is not unfit]
+            rest = rest[place:] + rest[:place]
+            for item in rest[:place]:
+                reader.commit(item, state)
+            with raises((CorruptionError, PlanError), where=where):
+                reader.commit(unfit, {name: value})
+            for item in rest[place:]:
+                reader.commit(item, state)
+            assert_contents(store, before, where=where)
+            assert_equal((store.step_count("a"), store.step_count("b")), (2, 0), where=f"{where}: steps")
+        reader.commit(unfit, state)
+        assert_contents(store, expected, where=f"{name} is read again")
+        assert_equal(store.step_count("a"), 41, where=f"{name} is read again: step")
+        store.set_step_count("a", 2)
+        for table, rows in before.items():
+            store.set_rows(table, random_rows(store, list(rows), 9, table))
+
+
 @requirement(
     "KV-143",
     "Staging views of a store for an asynchronous save MUST take one snapshot for all of them, read no row, and give "

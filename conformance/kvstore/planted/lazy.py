@@ -117,3 +117,24 @@ def rows_wait_for_the_next_load(original: Any, planner: Any, plan: Any) -> Any:
     found = original(planner, plan)
     planner._waiting = waiting
     return found
+
+
+_COMMIT = "twinproof.kvstore.statedict:KVLoadPlanner.commit_tensor"
+
+
+@fault(kills="KV-380", at=_COMMIT)
+def refused_tensors_count(original: Any, planner: Any, item: Any, tensor: Any) -> None:
+    """A tensor that is refused is one that has arrived: the last of the others writes all that fits."""
+    before = planner._left
+    try:
+        original(planner, item, tensor)
+    except BaseException:
+        planner._left = before - 1
+        raise
+
+
+plain_tensors_write = patched(
+    "Rows are written when a plain tensor was read, whatever is still to come.",
+    mutated(_COMMIT, "if is_last:", "if is_last or not isinstance(view, LazyRows):"),
+    kills="KV-380",
+)
