@@ -35,6 +35,7 @@ from twinproof.offload.driver import (
     load_states,
     place_scalars,
     unwrapped,
+    updates_of,
 )
 from twinproof.offload.states import MASTER, Bundle, MasterWeights, copied, holder_of, local_of, version_of
 
@@ -409,6 +410,12 @@ class OptimizerStateOffloader:
             known = [*self.masters.pairs.values(), *(self.plan.known - self.masters.pairs.keys())]
         check_gradients(known, has_graph=any(group.get("differentiable") for group in self.optimizer.param_groups))
 
+    def _check_step(self) -> None:
+        """Before anything moves. Raises UnsupportedError, StaleMasterError."""
+        self._check_gradients()
+        if self.masters is not None:
+            self.masters.check(self.masters.pairs)
+
     def _take_home(self) -> None:
         """After a load, waited for: hooks of the user's that come behind may look at states."""
         if self.masters is not None:
@@ -433,7 +440,7 @@ class OptimizerStateOffloader:
         depth = self._others_depth
         if not depth:
             self._begin()
-            self._check_gradients()
+            self._check_step()
             self._bring_all()
         found = None if self.masters is None else self.masters.before_step(*given)
         self._others_depth = depth + 1
@@ -452,13 +459,13 @@ class OptimizerStateOffloader:
 
     def _run(self, arithmetic: Callable[[], None]) -> None:
         self._begin()
+        self._check_step()
         # A step on the CPU has its states there when it begins, those of a parameter that comes back among them.
         if self._is_brought and self.options.step_device == "cpu":
+            # What is refused stays where it is.
+            updates_of(self.optimizer, self.bundles, self.masters)
             self.offload()
         self._is_brought = False
-        self._check_gradients()
-        if self.masters is not None:
-            self.masters.check(self.masters.pairs)
         # A step on the CPU is always one: of Adam, with states that leave at once.
         if self.is_separable and self.options.release == "at_offload":
             if self.transfers.step(arithmetic, self._step_whole):
