@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from itertools import product
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_le, assert_same_tensor, examples, raises, requirement
-from conformance.offload.cases import Twins, proven, values
+from conformance.offload.cases import Twins, in_host_memory, proven, values
+from conformance.provers.virtual_device import VirtualDevice
 
 PACK = ("packed_tensors",)
 
@@ -210,3 +214,65 @@ def test_neighbours_come_and_go(offload: Any, count: int) -> None:
             twins.offloader.to_device(outer)
             twins.offloader.offload()
             twins.check()
+
+
+_NAMES = tuple(enumerate(("exp_avg", "exp_avg_sq")))
+# Shapes of which three are one, and two are places of as many bytes.
+_SHAPES: tuple[tuple[int, ...], ...] = ((8, 8), (8, 8), (4, 16), (8, 8), (5, 3))
+_FORMS: dict[str, Callable[[VirtualDevice, torch.Tensor], torch.Tensor]] = {
+    "as planned": lambda _, value: value.clone(),
+    "transposed": lambda _, value: value.t().contiguous().t(),
+    "with gaps": lambda _, value: value.repeat_interleave(2, dim=1)[:, ::2],
+    "of a half": lambda _, value: value.bfloat16(),
+    "in host memory": lambda device, value: cast(torch.Tensor, in_host_memory(device, value)),
+}
+_MOVES: dict[str, Callable[[Any], Any]] = {
+    "to_host": lambda offloader: offloader.to_host(offloader.bundles),
+    "to_host of the first": lambda offloader: offloader.to_host(offloader.bundles[:1]),
+    "offload": lambda offloader: offloader.offload(),
+    "offload and release": lambda offloader: (offloader.offload(), offloader.release_gpu_memory()),
+    "prefetch": lambda offloader: offloader.prefetch(),
+    "its own load": lambda offloader: offloader.load_state_dict(offloader.snapshot()),
+    "close": lambda offloader: offloader.close(),
+}
+
+
+@requirement(
+    "OPT-460",
+    "States that fit their places beside states that do not, by strides, dtype or where they lie, of parameters of "
+    "equal shapes and of others, MUST have their values after every move.",
+)
+@pytest.mark.parametrize(
+    ("move", "release"), [*((move, "at_offload") for move in _MOVES), ("offload and release", "on_request")]
+)
+def test_states_of_other_forms(offload: Any, move: str, release: str) -> None:
+    # Not proven: forms are made while nobody steps, on whichever side.
+    with VirtualDevice() as device:
+        params = [values(shape, i) for i, shape in enumerate(_SHAPES)]
+        twins = Twins(offload, device, "Adam", params, chunk_bytes=1 << 16, release=release)
+        twins.step()
+        pairs = [pair for pair in product(_FORMS, _FORMS) if "as planned" in pair or pair[0] == pair[1]]
+        for number, forms in enumerate(pairs):
+            twins.offloader.to_device(twins.offloader.bundles)
+            twins.offloader.settle()
+            expected: list[dict[str, torch.Tensor]] = []
+            for i, param in enumerate(twins.params):
+                state = twins.optimizer.state[param]
+                # The first two have these forms, and the others what stands beside them in turn.
+                form = (*forms, "as planned", *forms)[i] if i != 3 else list(_FORMS)[number % len(_FORMS)]
+                wanted = {name: values(param.shape, 10 * number + i + at, torch.bfloat16).float() for at, name in _NAMES}
+                state["exp_avg"] = _FORMS[form](device, wanted["exp_avg"])
+                state["exp_avg_sq"] = wanted["exp_avg_sq"].clone()
+                expected.append(wanted)
+            _MOVES[move](twins.offloader)
+            twins.offloader.settle()
+            for i, (param, wanted) in enumerate(zip(twins.params, expected, strict=True)):
+                for name, value in wanted.items():
+                    with _disable_current_modes():
+                        found = twins.optimizer.state[param][name].float()
+                        assert_same_tensor(found, value, where=f"{name} of parameter {i}, {forms}, by {move}, {release}")
+            if move == "close":
+                twins.offloader = offload.OptimizerStateOffloader(
+                    twins.optimizer, engine=device.engine, chunk_bytes=1 << 16, release=release
+                )
+        twins.offloader.close()

@@ -74,3 +74,26 @@ gap_taken_for_padding = patched(
     kills="OPT-457",
     of="fastimpl",
 )
+
+
+packed_places_stand_for_states = patched(
+    "Which states are not packed is told by their places, which those of other parameters have, too.",
+    mutated(
+        "fastimpl.offload.packing:_split",
+        "{id(item[2]) for item in fitting}\n    return fitting, [item for item in items if id(item[2]) not in chosen]",
+        "{item[0] for item in fitting}\n    return fitting, [item for item in items if item[0] not in chosen]",
+    ),
+    kills="OPT-460",
+    of="fastimpl",
+)
+strides_do_not_matter = patched(
+    "A state of other strides than its place is packed as if it had those.",
+    mutated("fastimpl.offload.packing:_split", "item[0].fits(item[2])", "item[0].shape == tuple(item[2].shape)"),
+    kills="OPT-460",
+    of="fastimpl",
+)
+forms_of_a_load_stay = patched(
+    "A state that was replaced on the device is bound to what lay at its place before.",
+    mutated("refimpl.offload:Blocking.to_host", "if copies:", "if copies and bundle.places[name].fits(tensor):"),
+    kills="OPT-460",
+)
