@@ -260,7 +260,9 @@ def test_states_of_other_forms(offload: Any, move: str, release: str) -> None:
                 state = twins.optimizer.state[param]
                 # The first two have these forms, and the others what stands beside them in turn.
                 form = (*forms, "as planned", *forms)[i] if i != 3 else list(_FORMS)[number % len(_FORMS)]
-                wanted = {name: values(param.shape, 10 * number + i + at, torch.bfloat16).float() for at, name in _NAMES}
+                wanted = {
+                    name: values(param.shape, 10 * number + i + at, torch.bfloat16).float() for at, name in _NAMES
+                }
                 state["exp_avg"] = _FORMS[form](device, wanted["exp_avg"])
                 state["exp_avg_sq"] = wanted["exp_avg_sq"].clone()
                 expected.append(wanted)
@@ -270,7 +272,9 @@ def test_states_of_other_forms(offload: Any, move: str, release: str) -> None:
                 for name, value in wanted.items():
                     with _disable_current_modes():
                         found = twins.optimizer.state[param][name].float()
-                        assert_same_tensor(found, value, where=f"{name} of parameter {i}, {forms}, by {move}, {release}")
+                        assert_same_tensor(
+                            found, value, where=f"{name} of parameter {i}, {forms}, by {move}, {release}"
+                        )
             if move == "close":
                 twins.offloader = offload.OptimizerStateOffloader(
                     twins.optimizer, engine=device.engine, chunk_bytes=1 << 16, release=release

@@ -521,3 +521,76 @@ def test_gradients_end_with_the_step(offload: Any, is_offloaded: bool, has_closu
         gc.collect()
         assert_equal((param.grad, master.grad), (None, None), where="gradients behind a step")
         assert_equal([each() for each in seen], [None] * len(seen), where="whether somebody holds a gradient")
+
+
+# Whose gradient a hook frees, by parameter; the last has none from the beginning.
+_FREED = ("none", "parameter", "master", "both", "no gradient")
+_POINTS = [(kind, when) for kind in ("pre", "post") for when in ("before ours", "behind ours")]
+
+
+def _free(params: list[torch.Tensor], masters: Any) -> None:
+    for what, param, master in zip(_FREED, params, masters.parameters(), strict=True):
+        if what in ("parameter", "both"):
+            param.grad = None
+        if what in ("master", "both"):
+            master.grad = None
+
+
+def _is_stepped(what: str, way: str, kind: str, when: str) -> bool:
+    """Whether a master has a gradient when the optimizer looks."""
+    if what == "no gradient" or kind == "post":
+        return what != "no gradient"
+    # Masters of a step that an offloader drives get theirs behind all hooks.
+    is_given = when == "behind ours" and way != "its own"
+    return what not in (("master", "both") if is_given else ("parameter", "both"))
+
+
+@requirement(
+    "OPT-461",
+    "A step hook that frees gradients of parameters, of masters or of both, wherever it stands among the hooks, MUST "
+    "leave each parameter with the value of its master, stepped where it had a gradient when the optimizer looked.",
+)
+@pytest.mark.parametrize("way", ["attached", "its own", "kept"])
+@pytest.mark.parametrize(("kind", "when"), _POINTS)
+def test_gradients_freed_by_hooks(offload: Any, way: str, kind: str, when: str) -> None:
+    with proven() as device:
+        params: list[torch.Tensor] = [torch.nn.Parameter(values((5,), i, torch.bfloat16)) for i in range(len(_FREED))]
+        oracle = [torch.nn.Parameter(param.detach().float()) for param in params]
+        masters, plain = offload.MasterWeights(params), torch.optim.SGD(oracle, lr=0.5, momentum=0.9)
+        optimizer = torch.optim.SGD(masters.parameters(), lr=0.5, momentum=0.9)
+        step, frees = optimizer.step, [False]
+
+        def hook(*_: Any) -> None:
+            if frees[0]:
+                _free(params, masters)
+
+        register = getattr(optimizer, f"register_step_{kind}_hook")
+        if when == "before ours":
+            register(hook)
+        offloader = None
+        if way == "attached":
+            masters.attach(optimizer)
+        else:
+            offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters)
+        if when == "behind ours":
+            register(hook)
+        for number in range(4):
+            frees[0] = number % 2 == 1
+            for i, (what, param, twin) in enumerate(zip(_FREED, params, oracle, strict=True)):
+                grad = values((5,), 10 * number + i, torch.bfloat16)
+                param.grad = None if what == "no gradient" else grad
+                is_stepped = what != "no gradient" and (not frees[0] or _is_stepped(what, way, kind, when))
+                twin.grad = grad.float() if is_stepped else None
+            plain.step()
+            with succeeds("a step", where=f"step {number}, {kind} hook {when}, {way}"):
+                (optimizer.step if way == "its own" else step)()
+            if offloader is not None:
+                offloader.settle()
+            for what, param, master, twin in zip(_FREED, params, masters.parameters(), oracle, strict=True):
+                where = f"{what} freed, step {number}, {kind} hook {when}, {way}"
+                with _disable_current_modes():
+                    assert_same_tensor(master.detach(), twin.detach(), where=f"master, {where}")
+                    assert_same_tensor(param.detach(), twin.detach().bfloat16(), where=f"parameter, {where}")
+                assert_equal(twin.grad is None or master.grad is param.grad is None, True, where=f"gradients, {where}")
+        if offloader is not None:
+            offloader.close()

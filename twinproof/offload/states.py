@@ -311,6 +311,8 @@ class MasterWeights:
         self._versions: dict[torch.Tensor, tuple[int, int]] = {}
         # The gradient of which each master was given a copy, and its version then, until the step is over.
         self._given: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        # How often each was written by then: hooks between may free its gradient.
+        self._begun: dict[torch.Tensor, tuple[int, int]] = {}
         self._handles: list[Any] = []
         # Those whose parameters lie in one piece of memory.
         self._kin: dict[torch.Tensor, list[torch.Tensor]] = {}
@@ -413,6 +415,7 @@ class MasterWeights:
             grad, (given, version) = self.pairs[master].grad, self._given.get(master, (None, 0))
             if grad is None or grad is not given or grad._version != version or master.grad is None:
                 self.begin([master])
+                self._begun[master] = version_of(master)
                 if grad is not None and grad is not master.grad:
                     self._given[master] = (grad, grad._version)
 
@@ -442,10 +445,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def end(self, masters: Iterable[torch.Tensor]) -> None:
-        """Round these masters into their parameters and clear both gradients."""
+        """Round these masters into their parameters and clear both gradients.
+
+        A master without a gradient was not stepped, unless a hook that came before this one freed the gradient.
+        """
         for master in masters:
             param = self.pairs[master]
-            if param is not master and master.grad is not None:
+            was_stepped = master.grad is not None or self._begun.get(master, version_of(master)) != version_of(master)
+            if param is not master and was_stepped:
                 param.copy_(master)
                 self.took(master)
 
@@ -453,6 +460,7 @@ class MasterWeights:
         """A stepped master was rounded into its parameter: both gradients are done with."""
         master.grad = self.pairs[master].grad = None
         self._given.pop(master, None)
+        self._begun.pop(master, None)
         self._note(master)
 
     @torch.no_grad()

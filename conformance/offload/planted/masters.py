@@ -180,3 +180,18 @@ first_master_alone_looked_at = patched(
     kills="OPT-430",
     of="fastimpl",
 )
+
+stepped_without_its_parameter = patched(
+    "A master that was stepped is rounded where its parameter has a gradient still.",
+    mutated(
+        "twinproof.offload.states:MasterWeights.end",
+        "master.grad is not None or",
+        "param.grad is not None or False and",
+    ),
+    kills="OPT-461",
+)
+freed_behind_the_step = patched(
+    "A master whose gradient was freed behind the step is taken for one that was not stepped.",
+    mutated("twinproof.offload.states:MasterWeights.start", "self._begun[master] = version_of(master)", "pass"),
+    kills="OPT-461",
+)
