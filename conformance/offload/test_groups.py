@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -323,8 +324,8 @@ def test_any_memory_fails(offload: Any, call: str, edit: str, release: str) -> N
     assert_equal("60 requests", "fewer", where=f"{call} after {edit}")
 
 
-def _failing_once(engine: Any, number: int, call: Any) -> bool:
-    """Make a call whose request for memory of that number fails; whether there was one."""
+def _failing_once(engine: Any, number: int, call: Any, names: Sequence[str] = ("host_empty", "device_empty")) -> bool:
+    """Make a call whose request of that number for memory fails, of those of these names; whether there was one."""
     count = 0
 
     def counted(make: Any) -> Any:
@@ -339,10 +340,65 @@ def _failing_once(engine: Any, number: int, call: Any) -> bool:
         return empty
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("host_empty", "device_empty"):
+        for name in names:
             patch.setattr(engine, name, counted(getattr(engine, name)))
         try:
             call()
         except MemoryError:
             return True
     return False
+
+
+def _halved(state: dict[str, torch.Tensor]) -> None:
+    state["exp_avg"] = state["exp_avg"].bfloat16()
+
+
+def _by_columns(state: dict[str, torch.Tensor]) -> None:
+    for name in ("exp_avg", "exp_avg_sq"):
+        if state[name].dim() == 2:
+            state[name] = state[name].t().contiguous().t()
+
+
+def _more(state: dict[str, torch.Tensor]) -> None:
+    state["max_exp_avg_sq"] = state["exp_avg_sq"] * 2
+
+
+@requirement(
+    "OPT-462",
+    "Where any request for host memory fails while a load is given its places, all that was loaded MUST be there, and "
+    "the next call alone MUST bring it to the host once there is memory, without another load.",
+)
+@pytest.mark.parametrize("then", ["offload", "prefetch"])
+@pytest.mark.parametrize("change", [_halved, _by_columns, _more])
+def test_places_after_a_failure(offload: Any, change: Any, then: str) -> None:
+    for refused in range(20):
+        with proven() as device:
+            twins = Twins(offload, device, "Adam", options={"lr": 0.1}, chunk_bytes=2048)
+            twins.step()
+            loaded = twins.offloader.snapshot()
+            with _disable_current_modes():
+                for number, state in loaded["state"].items():
+                    if number != 1:
+                        change(state)
+                expected = {number: {k: v.clone() for k, v in held.items()} for number, held in loaded["state"].items()}
+            load = partial(twins.offloader.load_state_dict, loaded)
+            failed = _failing_once(device.engine, refused, load, ["host_empty"])
+            with succeeds(then, where=f"host memory again behind request {refused}"):
+                getattr(twins.offloader, then)()
+                twins.offloader.offload()
+            twins.offloader.settle()
+            found = twins.optimizer.state_dict()["state"]
+            with _disable_current_modes():
+                for number, held in expected.items():
+                    assert_equal(sorted(found[number]), sorted(held), where=f"states of {number}, request {refused}")
+                    for name, value in held.items():
+                        assert_same_tensor(found[number][name], value, where=f"{name} of {number}, request {refused}")
+            size_bytes = sum(value.nbytes for held in found.values() for value in held.values() if value.dim())
+            residency = twins.offloader.residency()
+            places = residency.device_bytes, residency.host_bytes, residency.in_flight_bytes
+            assert_equal(places, (0, size_bytes, 0), where=f"device, host and moving bytes behind request {refused}")
+            twins.offloader.close()
+            if not failed:
+                assert_equal(refused > 0, True, where="a request that failed")
+                return
+    assert_equal("20 requests", "fewer", where=then)
