@@ -363,3 +363,81 @@ def test_closures_of_derived_classes(offload: Any, kind: Any) -> None:
             for i, (expected, param) in enumerate(zip(plain_params, params, strict=True)):
                 assert_same_tensor(param.detach(), expected.detach(), where=f"parameter {i}")
         offloader.close()
+
+
+class _Stopped(Exception):
+    """Raised by the test's own closure or hook."""
+
+
+_STOPS = ("closure", "hook before", "hook behind", "arithmetic")
+
+
+def _stopping(optimizer: Any, where: str, stops: list[bool]) -> Callable[[], float]:
+    """A closure; where it is told, it or a hook of the optimizer stops the step."""
+
+    def stop(*_: Any) -> None:
+        if stops[0]:
+            raise _Stopped
+
+    if where == "hook before":
+        optimizer.register_step_pre_hook(stop)
+    if where == "hook behind":
+        optimizer.register_step_post_hook(stop)
+
+    def closure() -> float:
+        if where == "closure":
+            stop()
+        return 1.0
+
+    return closure
+
+
+@requirement(
+    "OPT-463",
+    "A step that was kept and that an error stops, in its closure, its arithmetic or a hook of the user's, MUST leave "
+    "the next one as it leaves the plain optimizer's, counted and with states home, of classes that step twice, too.",
+)
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, _Wrapped], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("at", _STOPS)
+def test_kept_steps_that_are_stopped(offload: Any, at: str, kind: Any, halves: bool) -> None:
+    with proven() as device:
+        arms, stops = [], [False]
+        for is_plain in (True, False):
+            dtype = torch.bfloat16 if halves else torch.float32
+            params: list[Any] = [torch.nn.Parameter(values((4, 6), i, dtype)) for i in range(3)]
+            masters = offload.MasterWeights(params) if halves else None
+            optimizer = kind(params if masters is None else masters.parameters(), lr=0.1, momentum=0.9, foreach=False)
+            # Hooks behind the arithmetic come before ours: what they stop is not over.
+            kept, closure = optimizer.step, _stopping(optimizer, at, stops)
+            if is_plain and masters is not None:
+                masters.attach(optimizer)
+            if not is_plain:
+                offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters)
+            arms.append((params, optimizer, kept, closure))
+        done = 0
+        for number in range(6):
+            stops[0] = number in (1, 3, 4)
+            for params, optimizer, kept, closure in arms:
+                for i, param in enumerate(params):
+                    param.grad = values((4, 6), 10 * number + i, param.dtype)
+                right = optimizer.param_groups[0]["lr"]
+                if stops[0] and at == "arithmetic":
+                    optimizer.param_groups[0]["lr"] = "none"
+                if stops[0]:
+                    with raises(Exception if at == "arithmetic" else _Stopped, where=f"step {number}, {at}"):
+                        kept(closure)
+                else:
+                    with succeeds("a step", where=f"step {number}, stopped before in {at}"):
+                        kept(closure)
+                optimizer.param_groups[0]["lr"] = right
+            done += not stops[0]
+            if stops[0]:
+                continue
+            offloader.settle()
+            assert_equal(offloader.stats().step_count, done, where=f"steps that were made, stopped in {at}")
+            assert_equal(offloader.residency().device_bytes, 0, where=f"bytes on the device, stopped in {at}")
+            for i, (expected, param) in enumerate(zip(arms[0][0], arms[1][0], strict=True)):
+                with _disable_current_modes():
+                    assert_same_tensor(param.detach(), expected.detach(), where=f"parameter {i}, stopped in {at}")
+        offloader.close()

@@ -12,6 +12,7 @@ float32 moments or leave states on the host beside a model on a device.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ __all__ = [
     "narrowed",
     "place_scalars",
     "prepare_states",
+    "steps_that_run",
     "unwrapped",
     "updates_of",
 ]
@@ -339,6 +341,19 @@ def has_step_of_others(optimizer: Optimizer) -> bool:
     while getattr(found, "_wrapped_by_lr_sched", False) or getattr(found, "hooked", False):
         found = found.__wrapped__
     return found is not arithmetic_of(type(optimizer))
+
+
+# Of torch's wrapper that runs the hooks of a step; every wrapper shares it.
+_RUNS_HOOKS = Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
+def steps_that_run(optimizer: Optimizer) -> int:
+    """How many steps of the optimizer are being made, one inside of another; 0 where a compiler hides them."""
+    count, frame = 0, inspect.currentframe()
+    while frame is not None:
+        count += frame.f_code is _RUNS_HOOKS and frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return count
 
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)

@@ -34,6 +34,7 @@ from twinproof.offload.driver import (
     has_step_of_others,
     load_states,
     place_scalars,
+    steps_that_run,
     unwrapped,
     updates_of,
 )
@@ -438,6 +439,9 @@ class OptimizerStateOffloader:
             raise _step_taken_before("step")
         # An optimizer whose step calls that of its base runs the hooks of both.
         depth = self._others_depth
+        if depth and steps_that_run(self.optimizer) == 1:
+            # An error stopped the step before, so that nothing was told of its end.
+            depth = 0
         if not depth:
             self._begin()
             self._check_step()

@@ -137,3 +137,23 @@ closure_of_derived_for_each_chunk = patched(
     kills="OPT-458",
     of="fastimpl",
 )
+
+
+stopped_steps_go_on = patched(
+    "A step that was kept and that an error stopped goes on for ever: the next ones are made inside of it.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader._before_step_of_others",
+        "if depth and steps_that_run(self.optimizer) == 1:",
+        "if False:",
+    ),
+    kills="OPT-463",
+)
+steps_inside_begin_anew = patched(
+    "A step that is called by another one of the optimizer begins as if that were over.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader._before_step_of_others",
+        "steps_that_run(self.optimizer) == 1",
+        "steps_that_run(self.optimizer)",
+    ),
+    kills="OPT-463",
+)
