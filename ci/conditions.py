@@ -9,7 +9,8 @@ is killed too. An operand that was true alone can be forgotten and nobody would 
 was never reached. ``ci/conditions.json`` lists by room what no test decides yet: what is not in it fails, and so does
 an entry that is decided by now. ``--record`` writes it anew, and refuses a room whose list became longer.
 
-Left out are functions that others compile from their source, and constants. Of an object that is no plain value only
+Left out are functions that others compile from their source, constants, and the last operand of an ``and`` or ``or``
+that is a value. Of an object that is no plain value only
 its being there is noted: asking it for its truth may cost a wait for a device.
 """
 
@@ -99,7 +100,9 @@ class Notes(ast.NodeTransformer):
         return node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        return self._condition(node)
+        # A value, not a test: its last operand decides nothing.
+        *first, last = node.values
+        return ast.BoolOp(node.op, [*map(self._condition, first), self.visit(last)])
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.IfExp:
         return ast.IfExp(self._condition(node.test), self.visit(node.body), self.visit(node.orelse))

@@ -66,8 +66,12 @@ def _run(conditions: Any, tree: Path, program: str) -> list[str]:
 
 
 def test_what_is_not_decided_is_named(conditions: Any, tmp_path: Path) -> None:
-    """Also in a process that ends without a word; ``a or b`` was never asked with a false a."""
-    assert _run(conditions, tmp_path, _PROGRAM) == ["always true: a", "never asked: b"]
+    """Also in a process that ends without a word: there b is false. ``a or b`` was never asked with a false a."""
+    assert _run(conditions, tmp_path, _PROGRAM) == ["always true: a"]
+    assert _run(conditions, tmp_path / "alone", _PROGRAM.replace("    both(3, 0)\n", "")) == [
+        "always true: a",
+        "always true: b",
+    ]
 
 
 def test_what_never_happens_is_named(conditions: Any, tmp_path: Path) -> None:
@@ -92,12 +96,12 @@ def test_the_list_is_what_is_undecided(conditions: Any) -> None:
 def test_a_list_does_not_become_longer(conditions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run(conditions, tmp_path / "tree", _PROGRAM)
     monkeypatch.setattr(conditions, "LISTED", tmp_path / "listed.json")
-    (tmp_path / "listed.json").write_text(json.dumps({"offload": ["one"], "kvstore": []}), encoding="utf-8")
-    with pytest.raises(SystemExit, match="1 were undecided, now 2"):
+    (tmp_path / "listed.json").write_text(json.dumps({"offload": [], "kvstore": []}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="0 were undecided, now 1"):
         conditions.main(["judge", str(tmp_path / "tree"), "offload", "--record"])
-    (tmp_path / "listed.json").write_text(json.dumps({"offload": ["one", "two"], "kvstore": []}), encoding="utf-8")
+    (tmp_path / "listed.json").write_text(json.dumps({"offload": ["one"], "kvstore": []}), encoding="utf-8")
     assert conditions.main(["judge", str(tmp_path / "tree"), "offload", "--record"]) == 0
     kept = json.loads((tmp_path / "listed.json").read_text(encoding="utf-8"))
-    assert [len(kept[room]) for room in ("offload", "kvstore")] == [2, 0]
+    assert [len(kept[room]) for room in ("offload", "kvstore")] == [1, 0]
     assert conditions.main(["judge", str(tmp_path / "tree"), "offload"]) == 0
     assert conditions.main(["judge", str(tmp_path / "tree"), "kvstore"]) == 1
