@@ -272,7 +272,9 @@ def _save_once(
         state["e.one"] = state["e.one"] + 1
     held = _held(here, case, state)
     if differs or (before and not case["overwrite"]):
-        error, mentioned = (DistributedError, "e.one") if differs else (CheckpointExistsError, "overwrite")
+        # What costs nothing is looked at first.
+        exists = before and not case["overwrite"]
+        error, mentioned = (CheckpointExistsError, "overwrite") if exists else (DistributedError, "e.one")
         with raises(error, mentions=[mentioned], where=where):
             _dcp_save(here, held, writer, planner, folder)
         assert_files(files_in(folder), before, where=where)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import settings
 
-from conformance.checkpoint.sequences import SequenceMachine
+from conformance.checkpoint.sequences import SequenceMachine, program_on
 from conformance.harness import assert_equal, examples, requirement, run_machine
 from conformance.provers.faults import FaultServer
 
@@ -22,6 +22,16 @@ def test_any_sequence(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     class Machine(SequenceMachine):
         pool, root = rank_pool, tmp_path
 
+    # Few programs are drawn, and some of them hold nothing.
+    few, more = ({f"w{place}": ("F32", (4, 3), place) for place in range(count)} for count in (1, 3))
+    steps = [
+        ("save", "a", few, 0, None),
+        ("save", "b", more, 1, 1),
+        ("save", "b", more, 1, None),
+        ("load", "a", few, 1),
+    ]
+    (tmp_path / "first").mkdir()
+    rank_pool.run(program_on, 2, str(tmp_path / "first"), {"checksums": True}, 2, False, steps)
     run_machine(Machine, settings=settings(examples(5), stateful_step_count=5))
 
 
