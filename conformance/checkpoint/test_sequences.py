@@ -26,7 +26,7 @@ def test_any_sequence(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     few, more = ({f"w{place}": ("F32", (4, 3), place) for place in range(count)} for count in (1, 3))
     steps = [
         ("save", "a", few, 0, None),
-        ("save", "b", more, 1, 1),
+        ("save", "b", more, 0, 1),
         ("save", "b", more, 1, None),
         ("load", "a", few, 1),
     ]
