@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from conformance.offload.cases import even, proven, values
+from conformance.offload.cases import Twins, even, in_host_memory, proven, reread, values
 from twinproof.engine import InlineEngine
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, PlanError
 
 _NO_FRACTIONS: list[Any] = ["half", None, [0.5], 1j]
 _NO_CHOICES: list[Any] = [torch.tensor(True), torch.tensor(False), torch.ones(2), "yes", 2]
@@ -77,4 +78,34 @@ def test_derived_offloaders(offload: Any) -> None:
             twins.check()
         twins.offloader.offload()
         assert_equal(twins.offloader.offloads > 0, True, where="calls of its own verb")
+        twins.offloader.close()
+
+
+# What a load is given in place of a state dict's parts, and a word of the refusal.
+_NO_STATE_DICTS: dict[str, tuple[dict[str, Any], str]] = {
+    "groups that are numbers": ({"param_groups": [3]}, "not an optimizer's state dict"),
+    "groups that are lists": ({"param_groups": [[0, 1, 2, 3]]}, "not an optimizer's state dict"),
+    "own state under a tuple": ({"state": {("own", 1): 3}}, "states of no parameter"),
+    "own state under None": ({"state": {None: {"count": 3}}}, "states of no parameter"),
+    "own state under a name": ({"state": {"own": 3}}, "states of no parameter"),
+}
+
+
+@requirement(
+    "OPT-467",
+    "A load whose groups are no mappings, or that has a state of no parameter, under a key of any kind, which the "
+    "optimizer does not have, MUST be refused with PlanError and change nothing.",
+)
+@pytest.mark.parametrize("name", sorted(_NO_STATE_DICTS))
+def test_forms_of_loads(offload: Any, name: str) -> None:
+    given, word = _NO_STATE_DICTS[name]
+    with proven() as device:
+        twins = Twins(offload, device, "Adagrad")
+        twins.step()
+        saved = twins.offloader.snapshot()
+        wrong = {**saved, **given, "state": {**saved["state"], **given.get("state", {})}}
+        with raises(PlanError, mentions=(word,), where=name):
+            twins.offloader.load_state_dict(wrong)
+        twins.step()
+        twins.check()
         twins.offloader.close()

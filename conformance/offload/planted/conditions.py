@@ -37,3 +37,21 @@ derived_class_unbound = patched(
     ),
     kills="OPT-466",
 )
+
+groups_that_are_no_mappings = patched(
+    "Groups of a state dict are taken for mappings.",
+    mutated("twinproof.offload.driver:_check_form", "isinstance(group, Mapping) and isinstance(", "isinstance("),
+    kills="OPT-467",
+)
+
+keys_that_are_no_text = patched(
+    "A key that is no number is taken for text.",
+    mutated("twinproof.offload.driver:_is_own", "isinstance(key, str) and key.isdecimal()", "key.isdecimal()"),
+    kills="OPT-467",
+)
+
+own_states_of_others = patched(
+    "A state of no parameter is the optimizer's own, if it has it or not.",
+    mutated("twinproof.offload.driver:_is_own", "not plan.is_separable or key in plan.optimizer.state", "True"),
+    kills="OPT-467",
+)
