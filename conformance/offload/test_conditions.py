@@ -109,3 +109,27 @@ def test_forms_of_loads(offload: Any, name: str) -> None:
         twins.step()
         twins.check()
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-468",
+    "A load that has a parameter, listed twice by the optimizer, under two numbers with states of each MUST give it "
+    "the last ones, as torch's load does.",
+)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_saved_under_two_numbers(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "Adam", [values((8,), 0), values((4, 4), 1)], groups=[([0, 0, 1], {})])
+        twins.step()
+        saved = twins.offloader.snapshot()
+        with _disable_current_modes():
+            other = {key: value * 2 if value.dim() else value for key, value in saved["state"][1].items()}
+        # As an optimizer saves that had three parameters.
+        saved["state"] = {0: other, **saved["state"]}
+        saved["param_groups"][0]["params"] = [0, 1, 2]
+        twins.plain.load_state_dict(reread(saved))
+        with succeeds("a load", where="one parameter under two numbers"):
+            twins.offloader.load_state_dict(in_host_memory(device, saved))
+        twins.step()
+        twins.check()
+        twins.offloader.close()

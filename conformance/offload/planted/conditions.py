@@ -55,3 +55,11 @@ own_states_of_others = patched(
     mutated("twinproof.offload.driver:_is_own", "not plan.is_separable or key in plan.optimizer.state", "True"),
     kills="OPT-467",
 )
+
+first_number_counts = patched(
+    "Of a parameter that was saved under two numbers, the first one's states are loaded.",
+    mutated(
+        "twinproof.offload.driver:check_states", "if param in found and number not in states:", "if param in found:"
+    ),
+    kills="OPT-468",
+)
