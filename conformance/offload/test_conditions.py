@@ -133,3 +133,34 @@ def test_saved_under_two_numbers(offload: Any) -> None:
         twins.step()
         twins.check()
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-469",
+    "Numbers in a state that are no tensors MUST come through loads, the optimizer's own and the offloader's, beside "
+    "master weights as without.",
+)
+@pytest.mark.parametrize("halves", [False, True])
+def test_notes(offload: Any, halves: bool) -> None:
+    with proven() as device:
+        params = [torch.nn.Parameter(values((4, 6), i, torch.bfloat16 if halves else torch.float32)) for i in range(2)]
+        masters = offload.MasterWeights(params) if halves else None
+        optimizer = torch.optim.Adam(params if masters is None else masters.parameters())
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        notes: list[Any] = [2.5, 7]
+        for state, note in zip(optimizer.state.values(), notes, strict=True):
+            state["note"] = note
+        for loaded in (optimizer, offloader):
+            saved = offloader.snapshot()
+            with succeeds("a load", where=f"{type(loaded).__name__}, masters {halves}"):
+                loaded.load_state_dict(in_host_memory(device, saved))
+            found = [offloader.snapshot()["state"][number]["note"] for number in range(2)]
+            assert_equal(found, notes, where=f"notes after a load of {type(loaded).__name__}")
+            for param in params:
+                param.grad = torch.ones_like(param)
+            with succeeds("a step", where=f"after a load of {type(loaded).__name__}"):
+                optimizer.step()
+        offloader.close()

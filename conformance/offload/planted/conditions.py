@@ -63,3 +63,13 @@ first_number_counts = patched(
     ),
     kills="OPT-468",
 )
+
+states_are_tensors = patched(
+    "Each entry of a state that does not move is taken for a scalar on some device.",
+    mutated(
+        "twinproof.offload.driver:place_scalars",
+        "isinstance(value, torch.Tensor) and not is_movable(value)",
+        "not is_movable(value)",
+    ),
+    kills="OPT-469",
+)
