@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conformance.harness import assert_equal, raises, requirement, succeeds
-from conformance.offload.cases import Twins, even, in_host_memory, proven, reread, values
+from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
+from conformance.offload.cases import CpuArm, Twins, assert_same_state, even, in_host_memory, proven, reread, values
 from twinproof.engine import InlineEngine
-from twinproof.errors import ConfigError, PlanError
+from twinproof.errors import ConfigError, PlanError, UnsupportedError
 
 _NO_FRACTIONS: list[Any] = ["half", None, [0.5], 1j]
 _NO_CHOICES: list[Any] = [torch.tensor(True), torch.tensor(False), torch.ones(2), "yes", 2]
@@ -164,3 +165,41 @@ def test_notes(offload: Any, halves: bool) -> None:
             with succeeds("a step", where=f"after a load of {type(loaded).__name__}"):
                 optimizer.step()
         offloader.close()
+
+
+@requirement(
+    "OPT-470",
+    "A step on the CPU whose gradients have a dtype that it does not step with, or for which states are missing since "
+    "an option was turned on, MUST be refused by name, with everything as it was and ready to go on.",
+)
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("fault", ["gradient", "states"])
+def test_refused_by_the_cpu(offload: Any, fault: str, halves: bool) -> None:
+    if fault == "gradient" and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip(f"torch {torch.__version__} has no grad_dtype")
+    with proven() as device:
+        arm = CpuArm(offload, device, halves=halves)
+        arm.step()
+        before = arm.offloader.snapshot()
+        for i, param in enumerate(arm.params):
+            param.grad = values(param.shape, i, param.dtype)
+        if fault == "gradient":
+            last: Any = arm.params[-1]
+            last.grad, last.grad_dtype = None, torch.float64
+            last.grad = values(last.shape, 9, torch.float64)
+            mentions = ("gradient", "float64", "bfloat16")
+        else:
+            arm.optimizer.param_groups[0]["amsgrad"] = True
+            mentions = ("moments", "max_exp_avg_sq")
+        with raises(UnsupportedError, mentions=mentions, where=f"{fault}, masters {halves}"):
+            arm.optimizer.step()
+        arm.optimizer.param_groups[0]["amsgrad"] = False
+        if fault == "gradient":
+            last.grad, last.grad_dtype = None, last.dtype
+        after = arm.offloader.snapshot()
+        with _disable_current_modes():
+            assert_same_state(after, before)
+        arm.check()
+        arm.step()
+        arm.check()
+        arm.offloader.close()

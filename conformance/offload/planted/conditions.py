@@ -73,3 +73,19 @@ states_are_tensors = patched(
     ),
     kills="OPT-469",
 )
+
+gradients_of_every_dtype = patched(
+    "The CPU steps with gradients of any dtype.",
+    mutated("twinproof.offload.driver:updates_of", " or grad.dtype not in GRADIENTS:", ":"),
+    kills="OPT-470",
+)
+
+states_that_are_missing = patched(
+    "The CPU takes for granted that each state is there.",
+    mutated(
+        "twinproof.offload.driver:updates_of",
+        "(n not in state or state[n].dtype is not torch.float32)",
+        "(n in state and state[n].dtype is not torch.float32)",
+    ),
+    kills="OPT-470",
+)
