@@ -203,3 +203,34 @@ def test_refused_by_the_cpu(offload: Any, fault: str, halves: bool) -> None:
         arm.step()
         arm.check()
         arm.offloader.close()
+
+
+@requirement(
+    "OPT-471",
+    "A parameter that the optimizer itself cannot step MUST be refused by the step that would have to foresee its "
+    "states, with the optimizer's own reason, and the others go on once it is gone.",
+)
+def test_states_that_cannot_be_foreseen(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "Muon")
+        twins.step()
+        # Muon looks at the dimensions of those alone that it is made with.
+        twins.optimizer.add_param_group({"params": [torch.nn.Parameter(values((8,), 7))]})
+        twins.set_gradients()
+        with raises(UnsupportedError, mentions=("cannot be foreseen", "ValueError", "2D", "where: Muon")):
+            twins.optimizer.step()
+        del twins.optimizer.param_groups[1]
+        twins.plain.step()
+        twins.optimizer.step()
+        twins.check()
+        twins.offloader.close()
+
+
+class _Normed(torch.optim.SGD):
+    """Torch's arithmetic, on gradients that are scaled by the norm of those of their group."""
+
+    def _init_group(self, group: Any, params: Any, grads: Any, momenta: Any) -> bool:
+        answer = super()._init_group(group, params, grads, momenta)  # type: ignore[misc]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        grads[:] = [grad / norm for grad in grads]
+        return bool(answer)
