@@ -234,3 +234,26 @@ class _Normed(torch.optim.SGD):
         norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
         grads[:] = [grad / norm for grad in grads]
         return bool(answer)
+
+
+@requirement(
+    "OPT-472",
+    "A class derived from one of torch's that gathers its parameters in a way of its own MUST be stepped as a whole, "
+    "bit for bit: they may depend on each other.",
+)
+def test_groups_gathered_otherwise(offload: Any) -> None:
+    with proven() as device:
+        arms = [[torch.nn.Parameter(values((40,), i)) for i in range(4)] for _ in range(2)]
+        plain, optimizer = (_Normed(params, lr=0.1, momentum=0.9) for params in arms)
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, chunk_bytes=200)
+        for number in range(3):
+            for params in arms:
+                for i, param in enumerate(params):
+                    param.grad = values((40,), 10 * number + i)
+            plain.step()
+            optimizer.step()
+            for i, (expected, param) in enumerate(zip(*arms, strict=True)):
+                with _disable_current_modes():
+                    assert_same_tensor(param.detach(), expected.detach(), where=f"parameter {i} of step {number}")
+        assert_equal(offloader.is_separable, False, where="is_separable")
+        offloader.close()
