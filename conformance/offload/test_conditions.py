@@ -257,3 +257,27 @@ def test_groups_gathered_otherwise(offload: Any) -> None:
                     assert_same_tensor(param.detach(), expected.detach(), where=f"parameter {i} of step {number}")
         assert_equal(offloader.is_separable, False, where="is_separable")
         offloader.close()
+
+
+@requirement(
+    "OPT-473",
+    "Entries of None among the masters that a wrapper keeps, as Megatron's have them for parameters of other ranks, "
+    "MUST be passed over: where there are no others, memory goes with the step.",
+)
+@pytest.mark.parametrize("name", ["shard_fp32_from_float16_groups", "fp32_from_float16_groups"])
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_masters_of_other_ranks(offload: Any, name: str, kept: int) -> None:
+    with proven() as device:
+        params = [torch.nn.Parameter(values((8, 8), i)) for i in range(2)]
+        optimizer = torch.optim.Adagrad(params, lr=0.1)
+        given = SimpleNamespace(optimizer=optimizer, **{name: [[None], [*params[:kept], None]]})
+        offloader = offload.OptimizerStateOffloader(given, engine=device.engine)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        states = sum(param.nbytes for param in params)
+        left = offloader.residency().device_bytes
+        # Kept masters, and with them all, stay on the device until they are rounded.
+        expected = 0 if kept == 0 else states + sum(param.nbytes for param in params[:kept])
+        assert_equal(left, expected, where=f"bytes on the device behind a step, {kept} masters in {name}")
+        offloader.close()

@@ -105,3 +105,9 @@ groups_gathered_by_chunks = patched(
     ),
     kills="OPT-472",
 )
+
+masters_that_are_none = patched(
+    "None among the masters of a wrapper is a master that it keeps.",
+    mutated("twinproof.offload.driver:unwrapped", "for master in group if master is not None", "for master in group"),
+    kills="OPT-473",
+)
