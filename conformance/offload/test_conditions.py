@@ -281,3 +281,29 @@ def test_masters_of_other_ranks(offload: Any, name: str, kept: int) -> None:
         expected = 0 if kept == 0 else states + sum(param.nbytes for param in params[:kept])
         assert_equal(left, expected, where=f"bytes on the device behind a step, {kept} masters in {name}")
         offloader.close()
+
+
+@requirement(
+    "OPT-474",
+    "A differentiable step in which some parameters have no gradient MUST be the plain optimizer's.",
+)
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_differentiable_without_gradients(offload: Any, kind: str) -> None:
+    with proven() as device:
+        params, plain_params = ([values((3, 4), i) for i in range(3)] for _ in range(2))
+        optimizer, plain = (
+            getattr(torch.optim, kind)(each, lr=0.1, differentiable=True) for each in (params, plain_params)
+        )
+        with offload.OptimizerStateOffloader(optimizer, engine=device.engine) as offloader:
+            for number in range(3):
+                for each in (params, plain_params):
+                    for i, param in enumerate(each):
+                        param.grad = None if i == number else values((3, 4), 10 * number + i)
+                plain.step()
+                with succeeds("a step", where=f"parameter {number} has no gradient"):
+                    optimizer.step()
+            saved = offloader.snapshot()
+            with _disable_current_modes():
+                for i, (param, expected) in enumerate(zip(params, plain_params, strict=True)):
+                    assert_same_tensor(param, expected, where=f"parameter {i}")
+                assert_same_state(saved, plain.state_dict())

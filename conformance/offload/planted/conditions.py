@@ -111,3 +111,13 @@ masters_that_are_none = patched(
     mutated("twinproof.offload.driver:unwrapped", "for master in group if master is not None", "for master in group"),
     kills="OPT-473",
 )
+
+graph_of_no_gradient = patched(
+    "Each parameter of a differentiable step has a gradient.",
+    mutated(
+        "twinproof.offload.driver:check_gradients",
+        "has_graph and grad is not None and grad.requires_grad",
+        "has_graph and grad.requires_grad",
+    ),
+    kills="OPT-474",
+)
