@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.offload.cases import CpuArm, Twins, assert_same_state, even, in_host_memory, proven, reread, values
 from twinproof.engine import InlineEngine
-from twinproof.errors import ConfigError, PlanError, UnsupportedError
+from twinproof.errors import ConfigError, PlanError, StaleMasterError, UnsupportedError
 
 _NO_FRACTIONS: list[Any] = ["half", None, [0.5], 1j]
 _NO_CHOICES: list[Any] = [torch.tensor(True), torch.tensor(False), torch.ones(2), "yes", 2]
@@ -307,3 +307,65 @@ def test_differentiable_without_gradients(offload: Any, kind: str) -> None:
                 for i, (param, expected) in enumerate(zip(params, plain_params, strict=True)):
                     assert_same_tensor(param, expected, where=f"parameter {i}")
                 assert_same_state(saved, plain.state_dict())
+
+
+def _closure_steps(offload: Any, device: Any, kind: str, way: str, by_name: bool) -> list[torch.Tensor]:
+    """Weights at each evaluation of three steps' closures, and the masters behind them."""
+    params: list[Any] = [torch.nn.Parameter(values((4, 6), i, torch.bfloat16)) for i in range(2)]
+    masters = offload.MasterWeights(params)
+    optimizer = getattr(torch.optim, kind)(masters.parameters(), lr=0.25)
+    kept, seen = optimizer.step, list[torch.Tensor]()
+    if way == "attached":
+        masters.attach(optimizer)
+    else:
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters)
+    if way == "closed":
+        optimizer.register_step_pre_hook(lambda *_: offloader.close())
+
+    def closure() -> torch.Tensor:
+        loss = torch.zeros(())
+        for param in params:
+            param.grad = param.detach() * 0.5
+            with _disable_current_modes():
+                seen.append(param.detach().clone())
+                loss = loss + param.detach().float().square().sum() / 4
+        return loss
+
+    step = kept if way == "kept" else optimizer.step
+    for _ in range(3):
+        with succeeds("a step", where=f"{kind}, {way}, closure given by name: {by_name}"):
+            step(closure=closure) if by_name else step(closure)
+    if way in ("offloaded", "kept"):
+        offloader.close()
+    with _disable_current_modes():
+        return seen + [master.detach().clone() for master in masters.parameters()]
+
+
+@requirement(
+    "OPT-475",
+    "A closure of a step with masters MUST be evaluated alike whether it is given by its name or its place: alone, "
+    "offloaded, in a step that was kept, and in one whose hook closes the offloader.",
+)
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("way", ["attached", "offloaded", "kept", "closed"])
+@pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
+def test_closures_by_name(offload: Any, kind: str, way: str, by_name: bool) -> None:
+    with proven(this_branch_only=True) as device:
+        expected = _closure_steps(offload, device, kind, "attached", False)
+        found = _closure_steps(offload, device, kind, way, by_name)
+        where = f"{kind}, {way}, closure given by name: {by_name}"
+        assert_equal(len(found), len(expected), where=f"evaluations of {where}")
+        with _disable_current_modes():
+            for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+                assert_same_tensor(mine, theirs, where=f"weights {number} of {where}")
+
+
+class _Twice(torch.optim.SGD):
+    """Evaluates a closure twice and changes nothing in between."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+                closure()
+        return super().step()

@@ -121,3 +121,19 @@ graph_of_no_gradient = patched(
     ),
     kills="OPT-474",
 )
+
+closures_by_place_alone = patched(
+    "A closure with masters is given on by its place, and by its name too.",
+    mutated(
+        "twinproof.offload.states:MasterWeights.with_closure",
+        'if arguments else (arguments, {**options, "closure": evaluate})',
+        "",
+    ),
+    kills="OPT-475",
+)
+
+closures_of_a_closed_step = patched(
+    "In a step whose hook closes the offloader, a closure gives the masters no gradients.",
+    mutated("twinproof.offload.driver:StepDriver._step_closed", "if given is None else given", ""),
+    kills="OPT-475",
+)
