@@ -369,3 +369,32 @@ class _Twice(torch.optim.SGD):
                 closure()
                 closure()
         return super().step()
+
+
+@requirement(
+    "OPT-476",
+    "Float32 parameters among masters, which are their own, MUST NOT be written by refresh_masters() nor between two "
+    "evaluations of a closure: what autograd has saved of them stays good.",
+)
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_masters_of_their_own(offload: Any, is_offloaded: bool) -> None:
+    params: list[Any] = [torch.nn.Parameter(values((4, 6), i, (torch.float32, torch.bfloat16)[i])) for i in range(2)]
+    masters = offload.MasterWeights(params)
+    optimizer, versions = _Twice(masters.parameters(), lr=0.1), list[int]()
+    if is_offloaded:
+        offload.OptimizerStateOffloader(optimizer, engine=InlineEngine("cpu"), master_weights=masters)
+    else:
+        masters.attach(optimizer)
+
+    def closure() -> None:
+        versions.append(params[0]._version)
+        for param in params:
+            param.grad = torch.ones_like(param)
+
+    optimizer.step(closure)
+    # The second is evaluated by torch's own step, which is called without it.
+    assert_equal(versions[1], versions[0], where="version of a float32 parameter between two evaluations")
+    loss = (params[0].square() * params[1].float()).sum()
+    masters.refresh()
+    with succeeds("a backward pass", where="behind refresh()"):
+        loss.backward()  # type: ignore[no-untyped-call]

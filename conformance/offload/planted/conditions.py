@@ -137,3 +137,15 @@ closures_of_a_closed_step = patched(
     mutated("twinproof.offload.driver:StepDriver._step_closed", "if given is None else given", ""),
     kills="OPT-475",
 )
+
+own_masters_rounded = patched(
+    "Float32 parameters are written with themselves between two evaluations of a closure.",
+    mutated("twinproof.offload.states:MasterWeights._round_all", "if param is not master:", "if True:"),
+    kills="OPT-476",
+)
+
+own_masters_refreshed = patched(
+    "Float32 parameters are written with themselves by a refresh.",
+    mutated("twinproof.offload.states:MasterWeights.refresh", "if param is not master:", "if True:"),
+    kills="OPT-476",
+)
