@@ -398,3 +398,32 @@ def test_masters_of_their_own(offload: Any, is_offloaded: bool) -> None:
     masters.refresh()
     with succeeds("a backward pass", where="behind refresh()"):
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+@requirement(
+    "OPT-477",
+    "A parameter that a hook has written behind its master's back MUST be noticed by the next step, although another "
+    "one in the same piece of memory, with a count of writes of its own, was stepped meanwhile.",
+)
+def test_written_beside_another(offload: Any) -> None:
+    memory = values((2, 8), 0, torch.bfloat16)
+    # Through .data, each has a count of its own.
+    params: list[Any] = [torch.nn.Parameter(memory[row].data) for row in range(2)]
+    masters = offload.MasterWeights(params)
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+    masters.attach(optimizer)
+    writes = [False]
+
+    def write(*_: Any) -> None:
+        if writes[0]:
+            params[1].detach().mul_(2)
+
+    optimizer.register_step_pre_hook(write)
+    for number in range(2):
+        writes[0] = number == 1
+        params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+    writes[0] = False
+    params[0].grad = torch.ones_like(params[0])
+    with raises(StaleMasterError, mentions=("refresh_masters",)):
+        optimizer.step()

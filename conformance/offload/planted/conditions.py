@@ -149,3 +149,13 @@ own_masters_refreshed = patched(
     mutated("twinproof.offload.states:MasterWeights.refresh", "if param is not master:", "if True:"),
     kills="OPT-476",
 )
+
+kin_noted_together = patched(
+    "What was written in one piece of memory counts as known when any of it is stepped.",
+    mutated(
+        "twinproof.offload.states:MasterWeights._note",
+        "if each is master or self._versions[each] == before:",
+        "if True:",
+    ),
+    kills="OPT-477",
+)
