@@ -427,3 +427,37 @@ def test_written_beside_another(offload: Any) -> None:
     params[0].grad = torch.ones_like(params[0])
     with raises(StaleMasterError, mentions=("refresh_masters",)):
         optimizer.step()
+
+
+@requirement(
+    "OPT-478",
+    "An offloader that is closed by a hook of a step inside of another step of the optimizer MUST leave both, and the "
+    "next ones, the plain optimizer's.",
+)
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_closed_by_a_step_inside(offload: Any, when: str) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, "SGD")
+        depth = {twins.plain: 0, twins.optimizer: 0}
+
+        def inside(optimizer: Any, *_: Any) -> None:
+            if depth[optimizer] == 0:
+                depth[optimizer] = 1
+                optimizer.step()
+            elif depth[optimizer] == 1 and optimizer is twins.optimizer:
+                twins.offloader.close()
+
+        for optimizer in (twins.plain, twins.optimizer):
+            # Another one behind it, to which this one has to come.
+            for hook in (inside, lambda *_: None):
+                getattr(optimizer, f"register_step_{when}_hook")(hook)
+        for number in range(3):
+            with succeeds("a step", where=f"step {number}, closed inside of the first, {when}"):
+                twins.step()
+            depth[twins.plain] = depth[twins.optimizer] = 2
+            for i, (param, expected) in enumerate(zip(twins.params, twins.plain_params, strict=True)):
+                with _disable_current_modes():
+                    assert_same_tensor(param.detach(), expected.detach(), where=f"parameter {i} after step {number}")
+        saved, expected_state = twins.optimizer.state_dict(), twins.plain.state_dict()
+        with _disable_current_modes():
+            assert_same_state(saved, expected_state)

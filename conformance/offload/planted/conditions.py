@@ -159,3 +159,13 @@ kin_noted_together = patched(
     ),
     kills="OPT-477",
 )
+
+hooks_changed_inside = patched(
+    "Hooks are taken away behind a step inside of another, while those of that one run.",
+    mutated(
+        "twinproof.offload.driver:StepDriver._make",
+        "if not drove and self._later is not None:",
+        "if self._later is not None:",
+    ),
+    kills="OPT-478",
+)
