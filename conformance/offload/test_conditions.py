@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
-from conformance.offload.cases import CpuArm, Twins, assert_same_state, even, in_host_memory, proven, reread, values
+from conformance.offload.cases import (
+    FUSED,
+    CpuArm,
+    Place,
+    Twins,
+    assert_same_state,
+    even,
+    in_host_memory,
+    proven,
+    proven_on,
+    reread,
+    values,
+)
 from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError, PlanError, StaleMasterError, UnsupportedError
 
@@ -461,3 +474,44 @@ def test_closed_by_a_step_inside(offload: Any, when: str) -> None:
         saved, expected_state = twins.optimizer.state_dict(), twins.plain.state_dict()
         with _disable_current_modes():
             assert_same_state(saved, expected_state)
+
+
+class _Gradient(torch.Tensor):
+    """A class of the user's, which may change what torch does."""
+
+
+# Optimizer, options, which parameters a group lists, and a word of the way in which it is updated.
+_LEFT_OR_TAKEN: dict[str, tuple[str, dict[str, Any], list[int], str]] = {
+    "betas": ("AdamW", {"lr": 0.01, "betas": (torch.tensor(0.9), torch.tensor(0.99))}, [0, 1], "betas are tensors"),
+    "listed twice": ("SGD", {"lr": 0.1, "momentum": 0.9}, [0, 1, 0], "listed twice"),
+    "gradients": ("SGD", {"lr": 0.1, "momentum": 0.9}, [0, 1], "a gradient of class _Gradient"),
+    "nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}, [0, 1], "fused"),
+}
+
+
+@requirement(
+    "OPT-479",
+    "Betas that are tensors, a parameter that is listed twice and a gradient of a class of its own MUST be left to "
+    "torch, and nesterov without weight decay MUST NOT be where it maximizes; all with torch's bits.",
+    needs=FUSED,
+)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch has no multiply-add here")
+@pytest.mark.parametrize("name", sorted(_LEFT_OR_TAKEN))
+def test_left_or_taken(offload: Any, name: str) -> None:
+    kind, options, listed, word = _LEFT_OR_TAKEN[name]
+    place, given = Place(torch.device("cpu"), InlineEngine("cpu")), [values((8, 16), 0), values((64,), 1)]
+    twins = Twins(offload, place, kind, given, options=options, groups=[(listed, {})], fused_update=True, chunk_bytes=0)
+    for number in range(3):
+        twins.set_gradients()
+        if name == "gradients":
+            for arm in (twins.plain_params, twins.params):
+                arm[0].grad = values((8, 16), number).as_subclass(_Gradient)
+        twins.plain.step()
+        with succeeds("a step", where=f"{name}, step {number}"):
+            twins.optimizer.step()
+        twins.check()
+        # In the first step torch makes the states.
+        (update,) = twins.offloader.stats().updates
+        assert_equal(word in update, number > 0 or word not in ("fused", "listed twice"), where=f"{number}: {update}")
+    twins.offloader.close()

@@ -169,3 +169,54 @@ hooks_changed_inside = patched(
     ),
     kills="OPT-478",
 )
+
+betas_taken_for_numbers = patched(
+    "Betas that are tensors are taken for numbers.",
+    mutated(
+        "fastimpl.offload.slot_step:_why_not_group",
+        'if any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ())):',
+        "if False:",
+    ),
+    kills="OPT-479",
+    of="fastimpl",
+)
+
+twice_in_a_call = patched(
+    "A parameter that is listed twice is given to the kernel twice.",
+    mutated("fastimpl.offload.slot_step:SlotUpdates._plan_calls", "if param in listed:", "if False:"),
+    kills="OPT-479",
+    of="fastimpl",
+)
+
+classes_of_gradients_not_looked_at = patched(
+    "A gradient of a class of its own is given to the kernel.",
+    mutated(
+        "fastimpl.offload.slot_step:_why_not_param",
+        "if not (_is_plain(param) and _is_plain(grad)):",
+        "if not _is_plain(param):",
+    ),
+    kills="OPT-479",
+    of="fastimpl",
+)
+
+each_class_is_sharded = patched(
+    "A tensor of another class is taken for a DTensor.",
+    mutated(
+        "fastimpl.offload.slot_step:_shards_of",
+        'type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor")',
+        "type(tensor) in _PLAIN",
+    ),
+    kills="OPT-479",
+    of="fastimpl",
+)
+
+nesterov_that_maximizes_left = patched(
+    "Nesterov without weight decay is left to torch although gradients are turned round.",
+    mutated(
+        "fastimpl.offload.slot_step:_why_not_group",
+        'not group["weight_decay"] and not group["maximize"]',
+        'not group["weight_decay"]',
+    ),
+    kills="OPT-479",
+    of="fastimpl",
+)
