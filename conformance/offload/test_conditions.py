@@ -515,3 +515,35 @@ def test_left_or_taken(offload: Any, name: str) -> None:
         (update,) = twins.offloader.stats().updates
         assert_equal(word in update, number > 0 or word not in ("fused", "listed twice"), where=f"{number}: {update}")
     twins.offloader.close()
+
+
+@requirement(
+    "OPT-480",
+    "On a device whose backend is written in Python the kernel MUST update as elsewhere, and leave a group to torch, "
+    "bit for bit, while its counters lie on the device.",
+    needs=FUSED,
+)
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+def test_counters_on_the_device(offload: Any, kind: str) -> None:
+    with proven_on("pretend") as place:
+        twins = Twins(offload, place, kind, options={"lr": 0.01}, fused_update=True)
+        for _ in range(2):
+            twins.step()
+        assert_equal(twins.offloader.stats().updates, ("fused",), where=f"update of {kind}")
+        saved = twins.offloader.snapshot()
+        twins.plain.load_state_dict(saved)
+        with torch.no_grad():
+            for plain, param in zip(twins.plain_params, twins.params, strict=True):
+                plain.copy_(param)
+        for optimizer in (twins.plain, twins.optimizer):
+            for state in optimizer.state.values():
+                state["step"] = state["step"].to(place.engine.device)
+        twins.step()
+        update = twins.offloader.stats().updates[0]
+        assert_equal("a counter that is not on the host" in update, True, where=update)
+        twins.check()
+        twins.offloader.close()
+
+
+def _missing(*_: Any, **__: Any) -> None:
+    raise RuntimeError("an operator of a library that was not built")

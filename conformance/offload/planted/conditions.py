@@ -220,3 +220,17 @@ nesterov_that_maximizes_left = patched(
     kills="OPT-479",
     of="fastimpl",
 )
+
+pretended_memory_left = patched(
+    "Tensors of a device that is written in Python are left to torch.",
+    mutated("fastimpl.offload.slot_step:_is_plain", ' or getattr(kind, "is_plain_memory", False) is True', ""),
+    kills="OPT-480",
+    of="fastimpl",
+)
+
+counters_read_from_the_device = patched(
+    "A counter is read wherever it lies.",
+    mutated("fastimpl.offload.slot_step:_add", "or not step.is_cpu:", "or False:"),
+    kills="OPT-480",
+    of="fastimpl",
+)
