@@ -547,3 +547,31 @@ def test_counters_on_the_device(offload: Any, kind: str) -> None:
 
 def _missing(*_: Any, **__: Any) -> None:
     raise RuntimeError("an operator of a library that was not built")
+
+
+@requirement(
+    "OPT-481",
+    "Where no library was built, steps MUST be torch's on the device and the formula's on the CPU, bit for bit, with "
+    "none of its operators called, and stats() MUST say that there is no library.",
+    needs=FUSED,
+)
+@pytest.mark.parametrize("name", ["device", "cpu", "cpu with masters"])
+def test_without_a_library(offload: Any, name: str) -> None:
+    from fastimpl import ops
+
+    operators = dict.fromkeys(("adam_step", "pack", "slot_step", "unpack"), _missing)
+    with mock.patch.multiple(ops, available=lambda: False, **operators), proven() as device:
+        arm: Any = None
+        with succeeds("an attachment and steps", where=f"no library, {name}"):
+            if name == "device":
+                arm = Twins(offload, device, "AdamW", fused_update=True)
+            else:
+                arm = CpuArm(offload, device, halves=name != "cpu")
+            for number in range(3):
+                arm.step(skip=(1,) if number == 1 else ())
+                arm.offloader.prefetch()
+        arm.check()
+        if name == "device":
+            assert_equal(arm.offloader.stats().updates, ("torch: no library",), where="updates")
+        with succeeds("close()", where=f"no library, {name}"):
+            arm.offloader.close()

@@ -234,3 +234,35 @@ counters_read_from_the_device = patched(
     kills="OPT-480",
     of="fastimpl",
 )
+
+packs_without_a_library = patched(
+    "Tensors are packed by the library, if there is one or not.",
+    mutated("fastimpl.offload.packing:pack", "if ops.available():", "if True:"),
+    kills="OPT-481",
+    of="fastimpl",
+)
+
+unpacks_without_a_library = patched(
+    "Tensors are unpacked by the library, if there is one or not.",
+    mutated("fastimpl.offload.packing:unpack", "if ops.available():", "if True:"),
+    kills="OPT-481",
+    of="fastimpl",
+)
+
+slots_without_a_library = patched(
+    "A chunk is updated by the library's kernel, if there is one or not.",
+    mutated("fastimpl.offload.slot_step:SlotUpdates._why_nowhere", "if not ops.available():", "if False:"),
+    kills="OPT-481",
+    of="fastimpl",
+)
+
+rows_of_one_order_forgotten = patched(
+    "Without a library, the CPU steps what has no order of its own alone.",
+    mutated(
+        "fastimpl.offload.cpu_step:_step_rows",
+        "if not (is_native and _have_one_order(row)):",
+        "if not _have_one_order(row):",
+    ),
+    kills="OPT-481",
+    of="fastimpl",
+)
