@@ -575,3 +575,22 @@ def test_without_a_library(offload: Any, name: str) -> None:
             assert_equal(arm.offloader.stats().updates, ("torch: no library",), where="updates")
         with succeeds("close()", where=f"no library, {name}"):
             arm.offloader.close()
+
+
+@requirement(
+    "OPT-482",
+    "Unless it is asked for, the kernel MUST NOT update on CUDA under a release of torch whose order of operations was "
+    "not read, and stats() MUST name the release.",
+    needs=FUSED,
+)
+@pytest.mark.parametrize("wanted", [None, True])
+@pytest.mark.parametrize("release", ["2.10.0", "2.99.1+cu140"])
+def test_releases_that_were_not_read(offload: Any, release: str, wanted: bool | None) -> None:
+    from fastimpl.offload.slot_step import SlotUpdates
+
+    plan: Any = SimpleNamespace(
+        options=SimpleNamespace(fused_update=wanted), engine=SimpleNamespace(device=torch.device("cuda"))
+    )
+    with mock.patch.object(torch, "__version__", release):
+        found = SlotUpdates(plan)._why_nowhere()
+    assert_equal(f"torch {release} was not read" in found, wanted is None, where=f"{wanted}: {found!r}")
