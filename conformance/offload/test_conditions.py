@@ -24,6 +24,7 @@ from conformance.offload.cases import (
     reread,
     values,
 )
+from conformance.offload.foreign import Factored
 from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError, PlanError, StaleMasterError, UnsupportedError
 
@@ -594,3 +595,50 @@ def test_releases_that_were_not_read(offload: Any, release: str, wanted: bool | 
     with mock.patch.object(torch, "__version__", release):
         found = SlotUpdates(plan)._why_nowhere()
     assert_equal(f"torch {release} was not read" in found, wanted is None, where=f"{wanted}: {found!r}")
+
+
+class _Masked(Factored):
+    """With a sparse state, which is none that has a place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for state in self.state.values():
+            state["mask"] = (state["row"] > 0.9).float().to_sparse()
+
+
+@requirement(
+    "OPT-483",
+    "A sparse state MUST stay on the device with its values, through steps and through loads, the optimizer's own and "
+    "the offloader's, while those beside it move: of an optimizer that makes it, and of one of torch's that has it.",
+)
+@pytest.mark.parametrize("loads", [None, "optimizer", "offloader"])
+@pytest.mark.parametrize("kind", [_Masked, torch.optim.Adagrad], ids=lambda kind: kind.__name__)
+def test_sparse_states(offload: Any, kind: Any, loads: str | None) -> None:
+    arms = [[torch.nn.Parameter(values((4, 6), i)) for i in range(2)] for _ in range(2)]
+    plain, optimizer = (kind(params, lr=0.1) for params in arms)
+    if kind is not _Masked:
+        for each in (plain, optimizer):
+            for number, state in enumerate(each.state.values()):
+                state["mask"] = values((4,), number).to_sparse()
+    offloader = offload.OptimizerStateOffloader(optimizer, engine=InlineEngine("cpu"))
+    for number in range(3):
+        for params in arms:
+            for i, param in enumerate(params):
+                param.grad = values((4, 6), 10 * number + i)
+        plain.step()
+        with succeeds("a step", where=f"{kind.__name__}, step {number}"):
+            optimizer.step()
+        if loads is not None:
+            saved = offloader.snapshot()
+            with succeeds("a load", where=f"{loads}.load_state_dict of a sparse state"):
+                (offloader if loads == "offloader" else optimizer).load_state_dict(saved)
+        assert_equal(offloader.residency().device_bytes, 0, where="bytes of states that move, on the device")
+        found, expected = offloader.snapshot()["state"], plain.state_dict()["state"]
+        for i, (mine, theirs) in enumerate(zip(*reversed(arms), strict=True)):
+            assert_same_tensor(mine.detach(), theirs.detach(), where=f"parameter {i} of step {number}")
+            assert_equal(sorted(found[i]), sorted(expected[i]), where=f"states of parameter {i}")
+            for name, value in expected[i].items():
+                assert_equal(found[i][name].layout, value.layout, where=f"layout of {name}")
+                assert_same_tensor(found[i][name].to_dense(), value.to_dense(), where=f"{name} of parameter {i}")
+    offloader.close()

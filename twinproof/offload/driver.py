@@ -672,7 +672,7 @@ def _adafactor_states(probe: torch.Tensor) -> dict[str, torch.Tensor]:
     # torch 2.13: factors of the last two dimensions, or the whole of a vector.
     shape = tuple(probe.shape)
     if len(shape) < 2:
-        return {"variance": probe} if shape else {}
+        return {"variance": probe}
     return {"row_var": probe.new_empty((*shape[:-1], 1)), "col_var": probe.new_empty((*shape[:-2], 1, shape[-1]))}
 
 
@@ -1027,6 +1027,9 @@ def _settled(plan: MovePlan, group: dict[str, Any], name: str, value: Any, *, mo
         return found
     if not leaves and not lies_on_device(plan.optimizer, group, name):
         return found.cpu()
+    if found.layout is not torch.strided:
+        # Of several tensors: no copy between pieces of memory.
+        return found.to(plan.engine.device)
     source = local_of(found)
     place = Place(0, source.dtype, tuple(source.shape), dense_strides(source))
     here = view_of(plan.engine.device_empty(max(place.size_bytes, source.element_size())), place, 0)

@@ -277,3 +277,19 @@ every_release_is_read = patched(
     kills="OPT-482",
     of="fastimpl",
 )
+
+sparse_states_move = patched(
+    "A sparse state is taken for dense memory.",
+    mutated(
+        "twinproof.offload.states:is_movable",
+        "isinstance(value, torch.Tensor) and value.layout is torch.strided",
+        "isinstance(value, torch.Tensor)",
+    ),
+    kills="OPT-483",
+)
+
+sparse_states_copied_as_bytes = patched(
+    "A load copies a sparse state as if it were dense memory.",
+    mutated("twinproof.offload.driver:_settled", "if found.layout is not torch.strided:", "if False:"),
+    kills="OPT-483",
+)
