@@ -402,3 +402,35 @@ def test_places_after_a_failure(offload: Any, change: Any, then: str) -> None:
                 assert_equal(refused > 0, True, where="a request that failed")
                 return
     assert_equal("20 requests", "fewer", where=then)
+
+
+@requirement(
+    "OPT-484",
+    "Where any request for memory of the device fails while parameters whose options have turned are given new places, "
+    "each of them MUST have one place, and no more, with the next call, and the step be the plain optimizer's.",
+)
+def test_turned_without_device_memory(offload: Any) -> None:
+    for refused in range(30):
+        with proven() as device:
+            twins = Twins(offload, device, "Adam", options={"lr": 0.1}, chunk_bytes=1 << 20)
+            twins.step()
+            with _disable_current_modes():
+                expected = sum(3 * param.nbytes for param in twins.params)
+            for optimizer in (twins.plain, twins.optimizer):
+                optimizer.param_groups[0]["amsgrad"] = True
+                for param, state in optimizer.state.items():
+                    state["max_exp_avg_sq"] = torch.zeros_like(param)
+            failed = _failing_once(device.engine, refused, twins.offloader.offload, ["device_empty"])
+            where = f"request {refused} of memory of the device"
+            with succeeds("offload()", where=f"memory again behind {where}"):
+                twins.offloader.offload()
+            assert_equal(len(twins.offloader.bundles), len(twins.params), where=f"parameters that move, {where}")
+            assert_equal(twins.offloader.stats().payload_bytes, expected, where=f"bytes that move, {where}")
+            assert_equal(twins.offloader.residency().device_bytes, 0, where=f"bytes on the device, {where}")
+            twins.step()
+            twins.check()
+            twins.offloader.close()
+            if not failed:
+                assert_equal(refused > 1, True, where="requests that failed")
+                return
+    assert_equal("30 requests", "fewer", where="options that have turned")

@@ -78,3 +78,13 @@ given_up_after_a_failure = patched(
     mutated("twinproof.offload.driver:MovePlan.refit", "self._listed = None", "pass"),
     kills="OPT-462",
 )
+
+places_given_twice = patched(
+    "What had no turn yet when memory ran out is planned for again, beside the place that it has.",
+    mutated(
+        "twinproof.offload.driver:MovePlan.refit",
+        "{bundle.param for bundle in some if id(bundle) in moved}",
+        "{bundle.param for bundle in some}",
+    ),
+    kills="OPT-484",
+)
