@@ -199,28 +199,6 @@ classes_of_gradients_not_looked_at = patched(
     of="fastimpl",
 )
 
-each_class_is_sharded = patched(
-    "A tensor of another class is taken for a DTensor.",
-    mutated(
-        "fastimpl.offload.slot_step:_shards_of",
-        'type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor")',
-        "type(tensor) in _PLAIN",
-    ),
-    kills="OPT-479",
-    of="fastimpl",
-)
-
-nesterov_that_maximizes_left = patched(
-    "Nesterov without weight decay is left to torch although gradients are turned round.",
-    mutated(
-        "fastimpl.offload.slot_step:_why_not_group",
-        'not group["weight_decay"] and not group["maximize"]',
-        'not group["weight_decay"]',
-    ),
-    kills="OPT-479",
-    of="fastimpl",
-)
-
 pretended_memory_left = patched(
     "Tensors of a device that is written in Python are left to torch.",
     mutated("fastimpl.offload.slot_step:_is_plain", ' or getattr(kind, "is_plain_memory", False) is True', ""),
@@ -238,13 +216,6 @@ counters_read_from_the_device = patched(
 packs_without_a_library = patched(
     "Tensors are packed by the library, if there is one or not.",
     mutated("fastimpl.offload.packing:pack", "if ops.available():", "if True:"),
-    kills="OPT-481",
-    of="fastimpl",
-)
-
-unpacks_without_a_library = patched(
-    "Tensors are unpacked by the library, if there is one or not.",
-    mutated("fastimpl.offload.packing:unpack", "if ops.available():", "if True:"),
     kills="OPT-481",
     of="fastimpl",
 )
