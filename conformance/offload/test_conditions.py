@@ -327,7 +327,8 @@ def _closure_steps(offload: Any, device: Any, kind: str, way: str, by_name: bool
     """Weights at each evaluation of three steps' closures, and the masters behind them."""
     params: list[Any] = [torch.nn.Parameter(values((4, 6), i, torch.bfloat16)) for i in range(2)]
     masters = offload.MasterWeights(params)
-    optimizer = getattr(torch.optim, kind)(masters.parameters(), lr=0.25)
+    more = {"max_iter": 3} if kind == "LBFGS" else {}
+    optimizer = getattr(torch.optim, kind)(masters.parameters(), lr=0.25, **more)
     kept, seen = optimizer.step, list[torch.Tensor]()
     if way == "attached":
         masters.attach(optimizer)
