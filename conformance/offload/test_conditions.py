@@ -643,3 +643,23 @@ def test_sparse_states(offload: Any, kind: Any, loads: str | None) -> None:
                 assert_equal(found[i][name].layout, value.layout, where=f"layout of {name}")
                 assert_same_tensor(found[i][name].to_dense(), value.to_dense(), where=f"{name} of parameter {i}")
     offloader.close()
+
+
+@requirement(
+    "OPT-485",
+    "A state that is the optimizer's own, under a key of any kind, MUST be loaded: by one that is none of torch's "
+    "whether it has it already or not, and by one of torch's that has it.",
+)
+@pytest.mark.parametrize("key", ["own", ("own", 1), None])
+@pytest.mark.parametrize("kind", [Factored, torch.optim.Adagrad], ids=lambda kind: kind.__name__)
+def test_own_states(offload: Any, kind: Any, key: Any) -> None:
+    optimizer = kind([torch.nn.Parameter(values((4, 6), 0))], lr=0.1)
+    offloader = offload.OptimizerStateOffloader(optimizer, engine=InlineEngine("cpu"))
+    saved = offloader.snapshot()
+    saved["state"][key] = {"count": 3}
+    if kind is not Factored:
+        optimizer.state[key] = {"count": 1}
+    with succeeds("a load", where=f"{kind.__name__}, own state under {key!r}"):
+        offloader.load_state_dict(saved)
+    assert_equal(optimizer.state[key], {"count": 3}, where=f"own state of {kind.__name__} under {key!r}")
+    offloader.close()

@@ -264,3 +264,23 @@ sparse_states_copied_as_bytes = patched(
     mutated("twinproof.offload.driver:_settled", "if found.layout is not torch.strided:", "if False:"),
     kills="OPT-483",
 )
+
+own_states_that_are_there = patched(
+    "An optimizer that is none of torch's has no states of its own but those that are there already.",
+    mutated(
+        "twinproof.offload.driver:_is_own",
+        "not plan.is_separable or key in plan.optimizer.state",
+        "key in plan.optimizer.state",
+    ),
+    kills="OPT-485",
+)
+
+own_states_of_torch_refused = patched(
+    "One of torch's optimizers has no states of its own.",
+    mutated(
+        "twinproof.offload.driver:_is_own",
+        "not plan.is_separable or key in plan.optimizer.state",
+        "not plan.is_separable",
+    ),
+    kills="OPT-485",
+)
