@@ -1,0 +1,67 @@
+"""Faults that ``test_conditions`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+any_policy_taken = patched(
+    "A policy of a kind that there is not is taken, and its round evicts nothing.",
+    mutated("twinproof.kvstore.options:EvictionPolicy.__post_init__", "self.kind not in POLICIES", "False"),
+    kills="KV-386",
+)
+any_hash_mode_taken = patched(
+    "Buckets of a mode that there is not are taken.",
+    mutated("twinproof.kvstore.rows:Buckets.__post_init__", "self.hash_mode not in HASH_MODES", "False"),
+    kills="KV-386",
+)
+stores_without_tables = patched(
+    "A store without any table is made.",
+    mutated("twinproof.kvstore.options:StoreOptions.make", "isinstance(layouts, Mapping) or not layouts", "layouts"),
+    kills="KV-381",
+)
+tables_of_no_mapping = patched(
+    "Tables that are no mapping are taken for one.",
+    mutated("twinproof.kvstore.options:StoreOptions.make", "not isinstance(layouts, Mapping) or ", ""),
+    kills="KV-381",
+)
+
+columns_are_one_list = patched(
+    "Ids of several columns are sorted as one list.",
+    mutated("twinproof.kvstore.store:_flat", "plain.dim() == 2 and plain.shape[1] == 1", "plain.dim() == 2"),
+    kills="KV-382",
+)
+
+negatives_as_they_lie = patched(
+    "What torch shows as the negative of its memory is taken as it lies in memory.",
+    mutated("twinproof.kvstore.options:check_plain", " or plain.is_neg()", ""),
+    kills="KV-383",
+)
+
+first_of_several_steps = patched(
+    "Of several steps in a state dict the first is taken.",
+    mutated("twinproof.kvstore.statedict:_one_step", "len(plain) != 1", "not plain"),
+    kills="KV-384",
+)
+needed_names_not_asked_for = patched(
+    "Nobody looks whether weights and ids are in a state dict.",
+    mutated("twinproof.kvstore.statedict:_incoming", "if missing:", "if False:"),
+    kills="KV-384",
+)
+
+objects_planned_as_rows = patched(
+    "What a checkpoint has under the name of a view is taken for a tensor.",
+    mutated("twinproof.kvstore.statedict:_read_items", "not isinstance(saved, TensorStorageMetadata) or ", ""),
+    kills="KV-385",
+)
+objects_have_no_size = patched(
+    "A refusal of an object where rows were expected asks the object for its size.",
+    mutated(
+        "twinproof.kvstore.statedict:_read_items", "if isinstance(saved, TensorStorageMetadata) else", "if True else"
+    ),
+    kills="KV-385",
+)
+own_rows_are_targets = patched(
+    "A checkpoint is read into rows that nothing can be loaded into.",
+    mutated("twinproof.kvstore.statedict:KVLoadPlanner.create_local_plan", "value.check_target()", "pass"),
+    kills="KV-385",
+)

@@ -1,0 +1,178 @@
+"""Options that there are not, shapes and memory that cannot be meant, files that lack something: refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.cases import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
+from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, ShapeError, UnsupportedError
+from twinproof.kvstore.views import LazyRows
+
+
+@requirement(
+    "KV-381",
+    "A store without tables, and tables that are no mapping, MUST be refused when the store is made, with what tables "
+    "are.",
+)
+def test_stores_without_tables(kvstore: Any) -> None:
+    layout = kvstore.RowLayout(4)
+    no_tables: tuple[Any, ...] = ({}, None, [("t", layout)], (layout,), "t", layout)
+    for layouts in no_tables:
+        with raises(ConfigError, mentions=("where: layouts", "at least one table", "RowLayout"), where=f"{layouts}"):
+            kvstore.KVStore(layouts)
+
+
+@requirement(
+    "KV-386",
+    "A policy of a kind, and buckets of a hash mode, that there are not MUST be refused when they are made, with what "
+    "was given and what there is.",
+)
+def test_kinds_that_there_are_not(kvstore: Any) -> None:
+    for kind in ("lru", "", "TTL", None, 1):
+        with raises(ConfigError, mentions=("where: kind", f"got: {kind}", "ttl_count"), where=f"policy {kind!r}"):
+            kvstore.EvictionPolicy(kind)
+    for mode, size in (("hash", None), ("Chunk", 4), ("", None), (None, None), (0, 4)):
+        said = ("where: hash_mode", f"got: {mode}", "interleave")
+        with raises(ConfigError, mentions=said, where=f"buckets by {mode!r}"):
+            kvstore.Buckets(2, mode, size)
+        with raises(ConfigError, mentions=said, where=f"sorted by {mode!r}"):
+            kvstore.sort_ids_by_bucket(ids_of([1]), 0, 2, 2, hash_mode=mode, bucket_size=size)
+
+
+@requirement(
+    "KV-382",
+    "Ids to be sorted by bucket MUST be taken as [n] and as [n, 1], with the same result, and refused with their shape "
+    "in every other.",
+)
+def test_shapes_of_sorted_ids(kvstore: Any) -> None:
+    ids = ids_of([5, 2, 9, 4, 0, 7])
+    expected = kvstore.sort_ids_by_bucket(ids, 0, 2, 2)
+    for told, right in zip(kvstore.sort_ids_by_bucket(ids.reshape(6, 1), 0, 2, 2), expected, strict=True):
+        assert_bits(told, right, where="a column")
+    for shape in ((3, 2), (1, 6), (6, 1, 1), (1, 6, 1), (2, 3, 1)):
+        with raises(ShapeError, mentions=("where: ids", str(shape)), where=f"{shape}"):
+            kvstore.sort_ids_by_bucket(ids.reshape(shape), 0, 2, 2)
+    with raises(ShapeError, mentions=("where: ids", "got: ()"), where="a single id"):
+        kvstore.sort_ids_by_bucket(ids[0], 0, 2, 2)
+
+
+def _negative(value: torch.Tensor) -> torch.Tensor:
+    """The same values, which torch shows as the negative of what lies in memory."""
+    return torch._neg_view((-value).contiguous())
+
+
+def _of_memory(kvstore: Any, store: Any) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]:
+    """Arguments that are read or filled where they lie, and the calls that take them."""
+    ids, values, words = ids_of([1, 5]), torch.full((2, 6), 3.0), torch.full((2, 1), 7)
+    view, fill = kvstore.KVTensor(store, ids, "weight"), torch.ones(2, 6)
+    return {
+        "ids of set": (ids, lambda it: store.set("t", it, values)),
+        "ids of get": (ids, lambda it: store.get("t", it)),
+        "ids of delete": (ids, lambda it: store.delete("t", it)),
+        "ids of a view": (ids, lambda it: kvstore.KVTensor(store, it)),
+        "ids to sort": (ids, kvstore.sort_ids_by_bucket),
+        "weights": (values, lambda it: store.set("t", ids, it)),
+        "a state": (values, lambda it: store.set_state("t", "momentum1", ids, it)),
+        "gradients": (values, lambda it: store.apply_gradients("t", ids, it, 0.1)),
+        "scores": (values[:, 0].contiguous(), lambda it: store.set_scores("t", ids, it)),
+        "words": (words, lambda it: store.set_metadata("t", ids, it)),
+        "a view's rows": (values, lambda it: view.set_range(0, 0, 2, it)),
+        "memory for rows": (fill, lambda it: store.get("t", ids, out=it)),
+    }
+
+
+@requirement(
+    "KV-383",
+    "What torch shows as the negative of its memory, as imaginary parts of conjugates are, MUST be refused by every "
+    "call that reads or fills memory as it lies, and nothing MUST change.",
+)
+def test_negatives_of_memory(kvstore: Any) -> None:
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, [1, 2, 5], 4))
+    before = contents(store)
+    for name, (right, call) in _of_memory(kvstore, store).items():
+        with raises(ShapeError, mentions=("contiguous()", "where: "), where=name):
+            call(_negative(right))
+        assert_contents(store, before, where=f"after {name}")
+    imaginary = torch.full((1, 1), 2 + 3j).conj().imag
+    narrow = store_of(kvstore, kvstore.RowLayout(1))
+    with raises(ShapeError, mentions=("contiguous()", "where: weights"), where="an imaginary part"):
+        narrow.set("t", ids_of([4]), imaginary)
+    narrow.set("t", ids_of([4]), imaginary.resolve_neg())
+    assert_equal(narrow.get("t", ids_of([4])).tolist(), [[-3.0]], where="its values")
+
+
+@requirement(
+    "KV-384",
+    "A state dict MUST be refused that lacks weights or ids of a table, with the names that it lacks, or whose step is "
+    "none or several numbers, and nothing MUST change, with weights_only as far as it asks.",
+)
+def test_state_dicts_that_lack_something(kvstore: Any) -> None:
+    source, store = store_of(kvstore), store_of(kvstore)
+    source.set_rows("t", random_rows(source, [1, 2], 4))
+    source.set_step_count("t", 3)
+    store.set_rows("t", random_rows(store, [2, 7], 5))
+    before, state = contents(store), dict(source.state_dict())
+    for weights_only in (False, True):
+        for gone in (("t.weight",), ("t.weight_id",), ("t.weight", "t.weight_id")):
+            rest = {name: value for name, value in state.items() if name not in gone}
+            where = f"without {gone}, weights_only={weights_only}"
+            with raises(MissingKeyError, mentions=("state dict", f"got: {[*gone]}", "where: t"), where=where):
+                store.load_state_dict(rest, weights_only=weights_only, clear=True)
+            assert_contents(store, before, where=where)
+    for steps in ([], [3, 4], [3, 3], [-1]):
+        with raises(CorruptionError, mentions=("where: t.step", f"got: {steps}"), where=f"steps {steps}"):
+            store.load_state_dict(state | {"t.step": ids_of(steps)}, clear=True)
+        assert_contents(store, before, where=f"after steps {steps}")
+        assert_equal(store.step_count("t"), 0, where=f"step after {steps}")
+    store.load_state_dict(state | {"t.step": torch.tensor(9)}, clear=True)
+    assert_equal(store.step_count("t"), 9, where="one number of any shape")
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Without torch's warning that this process is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+class _Own(LazyRows):
+    """Rows of a caller's own kind."""
+
+    def read_rows(self, start: int, length: int) -> torch.Tensor:
+        return torch.zeros(length, *self.shape[1:])
+
+
+@requirement(
+    "KV-385",
+    "A load through views MUST refuse by name an object where rows are expected, and rows of a kind that nothing can "
+    "be loaded into, before it writes a row.",
+)
+@pytest.mark.parametrize("kept", ["text", 5])
+def test_no_rows_in_a_checkpoint(kvstore: Any, tmp_path: Path, kept: Any) -> None:
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, [1, 2], 4))
+    views = store.state_dict(snapshot=False)
+    state = {name: value.full_tensor() for name, value in views.items()}
+    with _alone():
+        dcp.save(state | {"t.weight": kept}, checkpoint_id=tmp_path / "object", no_dist=True)
+        dcp.save(state | {"own": torch.ones(2, 6)}, checkpoint_id=tmp_path / "own", no_dist=True)
+    store.set("t", ids_of([1]), torch.ones(1, 6))
+    before = contents(store)
+    with _alone(), raises(PlanError, mentions=("where: t.weight", "BytesStorageMetadata"), where="an object"):
+        dcp.load(dict(views), checkpoint_id=tmp_path / "object", planner=kvstore.KVLoadPlanner(), no_dist=True)
+    assert_contents(store, before, where="after an object")
+    own = _Own._make((2, 6), torch.float32, None)
+    with _alone(), raises(UnsupportedError, mentions=("where: load", "_Own"), where="rows of a kind of its own"):
+        dcp.load(views | {"own": own}, checkpoint_id=tmp_path / "own", planner=kvstore.KVLoadPlanner(), no_dist=True)
+    assert_contents(store, before, where="after rows of a kind of its own")
