@@ -292,12 +292,12 @@ def test_bases_of_loaded_deltas(kvstore: Any, tmp_path: Path) -> None:
     source.delete("t", ids_of([2]))
     save(kvstore, source, tmp_path / "delta", since=mark)
     delta = _content(tmp_path / "delta")["moments"]["t"]
-    for case, bases in (("just that", [delta]), ("beside a newer row", [])):
+    for case, bases in (("just that", [delta]), ("beside a newer row", []), ("weights only", [])):
         store = tracked()
         kvstore.load(store, tmp_path / "full")
-        if not bases:
+        if case == "beside a newer row":
             store.set("t", ids_of([60]), torch.ones(1, 4))
-        kvstore.load(store, tmp_path / "delta")
+        kvstore.load(store, tmp_path / "delta", weights_only=case == "weights only")
         mark = store.mark()
         store.delete("t", ids_of([4]))
         save(kvstore, store, tmp_path / case, since=mark)

@@ -86,6 +86,15 @@ newer_rows_are_a_base = patched(
     ),
     kills="KV-291",
 )
+deltas_of_weights_are_a_base = patched(
+    "A delta of which the weights alone were loaded counts as what was saved.",
+    mutated(
+        _NOTE,
+        "whole and bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))",
+        "bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))",
+    ),
+    kills="KV-291",
+)
 names_outlive_broken_loads = patched(
     "A load that ends in the middle leaves the name of what was loaded before.",
     mutated("twinproof.kvstore.disk:StoreFiles.load", "store.fingerprints.set_loaded(table, None)", "pass"),
