@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from conformance.harness import assert_equal, raises, requirement
-from conformance.kvstore.cases import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
+from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.kvstore.cases import FILE, assert_bits, assert_contents, contents, ids_of, random_rows, save, store_of
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, ShapeError, UnsupportedError
 from twinproof.kvstore.views import LazyRows
 
@@ -176,3 +179,73 @@ def test_no_rows_in_a_checkpoint(kvstore: Any, tmp_path: Path, kept: Any) -> Non
     with _alone(), raises(UnsupportedError, mentions=("where: load", "_Own"), where="rows of a kind of its own"):
         dcp.load(views | {"own": own}, checkpoint_id=tmp_path / "own", planner=kvstore.KVLoadPlanner(), no_dist=True)
     assert_contents(store, before, where="after rows of a kind of its own")
+
+
+@requirement(
+    "KV-387",
+    "Lazy rows MUST come in memory of another dtype wherever the CPU is named with it, a part that is asked for "
+    "without its place MUST be the first, and torch's own writer of HF files MUST be refused where it would keep one "
+    "chunk of several, and not where there is one.",
+)
+def test_lazy_rows_among_torchs(kvstore: Any, tmp_path: Path) -> None:
+    store = store_of(kvstore)
+    store.set("t", ids_of(range(5)), torch.arange(30.0).reshape(5, 6))
+    view, whole = (kvstore.KVTensor(store, ids_of(range(5)), "weight", chunk_rows=rows) for rows in (2, 5))
+    expected = view.full_tensor()
+    moves: dict[str, Callable[[], Any]] = {
+        "by name": lambda: view.to("cpu", torch.float64),
+        "by keyword": lambda: view.to(device=torch.device("cpu"), dtype=torch.float64),
+        "by another tensor": lambda: view.to(torch.zeros(1, dtype=torch.float64)),
+    }
+    for name, move in moves.items():
+        with succeeds("to the CPU", where=name):
+            moved = move()
+        assert_bits(moved.full_tensor(), expected.to(torch.float64), where=f"to the CPU {name}")
+    assert_bits(view.__get_tensor_shard__(MetadataIndex("t.weight")), expected[:2], where="without a place")
+    for start in (0, 2, 4):
+        index = MetadataIndex("t.weight", torch.Size((start, 0)))
+        assert_bits(view.__get_tensor_shard__(index), expected[start : start + 2], where=f"from {start}")
+    with _alone(), raises(UnsupportedError, mentions=("got: rows", "where: save"), where="several chunks"):
+        dcp.save({"rows": view}, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "several")), no_dist=True)
+    with _alone():
+        dcp.save({"rows": whole}, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "one")), no_dist=True)
+    (file,) = (tmp_path / "one").glob("*.safetensors")
+    assert_bits(safetensors.torch.load_file(file)["rows"], expected, where="one chunk")
+
+
+def _store_in_chunks(kvstore: Any) -> Any:
+    store = store_of(kvstore, kvstore.RowLayout(4), seed=3)
+    store.set_rows("t", random_rows(store, [0, 3, 9, 10, 17, 25, 29], 1))
+    return store
+
+
+@requirement(
+    "KV-388",
+    "A store saved in buckets of consecutive ids MUST load into empty tables and beside rows, each bucket alone too, "
+    "and an id behind its bucket MUST be refused before a row is written.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_buckets_of_consecutive_ids(kvstore: Any, tmp_path: Path, form: str) -> None:
+    source, buckets = _store_in_chunks(kvstore), kvstore.Buckets(3, "chunk", 10)
+    save(kvstore, source, tmp_path / "ck", form=form, buckets=buckets)
+    expected = contents(source)["t"]
+    for kept in ([], [500]):
+        for first, behind in ((0, 3), (0, 1), (1, 2), (2, 3)):
+            store, where = store_of(kvstore, kvstore.RowLayout(4)), f"beside {kept}, buckets {first} to {behind}"
+            store.set_rows("t", random_rows(store, kept, 2))
+            rows = contents(store)["t"] | {key: row for key, row in expected.items() if first <= key // 10 < behind}
+            with succeeds("load", where=where):
+                kvstore.load(store, tmp_path / "ck", owned=(first, behind), chunk_rows=2)
+            assert_contents(store, {"t": rows}, where=where)
+    file = tmp_path / "ck" / FILE
+    raw = file.read_bytes()
+    # Id 9, which is the last of its bucket, becomes 11, in its header and in the list of ids.
+    wrong = raw.replace((9).to_bytes(8, "little"), (11).to_bytes(8, "little"))
+    file.write_bytes(wrong)
+    for kept in ([], [500]):
+        store = store_of(kvstore, kvstore.RowLayout(4))
+        store.set_rows("t", random_rows(store, kept, 2))
+        before = contents(store)
+        with raises(CorruptionError, mentions=("bucket order",), where=f"beside {kept}"):
+            kvstore.load(store, tmp_path / "ck")
+        assert_contents(store, before, where=f"beside {kept}")

@@ -65,3 +65,31 @@ own_rows_are_targets = patched(
     mutated("twinproof.kvstore.statedict:KVLoadPlanner.create_local_plan", "value.check_target()", "pass"),
     kills="KV-385",
 )
+
+the_cpu_is_another_device = patched(
+    "A copy of lazy rows is refused whenever a device is named with it.",
+    mutated("twinproof.kvstore.views:_check_operation", ' and torch.device(device).type != "cpu"', ""),
+    kills="KV-387",
+)
+shards_have_places = patched(
+    "A shard of lazy rows is not given without its place.",
+    mutated("twinproof.kvstore.views:LazyRows.__get_tensor_shard__", "index.offset or (0,)", "index.offset or (2,)"),
+    kills="KV-387",
+)
+every_writer_keeps_all = patched(
+    "Torch's writer of HF files is given several chunks of a tensor.",
+    mutated("twinproof.kvstore.views:LazyRows.__create_write_items__", "_check_writer(fqn)", "pass"),
+    kills="KV-387",
+)
+
+every_store_is_interleaved = patched(
+    "Where a table is filled, its buckets are those of ids that take turns.",
+    mutated("fastimpl.kvstore.filling:WaitingRows.read", "saved.buckets.bucket_size or 0", "0"),
+    kills="KV-388",
+    of="fastimpl",
+)
+consecutive_ids_take_turns = patched(
+    "Ids of buckets of consecutive ids are looked for where those that take turns would be.",
+    mutated("twinproof.kvstore.disk:SavedRows.check_order", "bucket_of(ids, self.buckets)", "ids % buckets.max()"),
+    kills="KV-388",
+)
