@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,26 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from conformance.kvstore.cases import FILE, assert_bits, assert_contents, contents, ids_of, random_rows, save, store_of
-from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, PlanError, ShapeError, UnsupportedError
+from conformance.kvstore.cases import (
+    FILE,
+    assert_bits,
+    assert_contents,
+    contents,
+    filled,
+    ids_of,
+    random_rows,
+    save,
+    store_of,
+)
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    MissingKeyError,
+    PlanError,
+    ShapeError,
+    UnsupportedError,
+)
 from twinproof.kvstore.views import LazyRows
 
 
@@ -249,3 +269,91 @@ def test_buckets_of_consecutive_ids(kvstore: Any, tmp_path: Path, form: str) -> 
         with raises(CorruptionError, mentions=("bucket order",), where=f"beside {kept}"):
             kvstore.load(store, tmp_path / "ck")
         assert_contents(store, before, where=f"beside {kept}")
+
+
+def _rewritten(source: Path, target: Path, **changes: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    """Write the same saved store to another file, with a tensor of table t made another, or left out."""
+    with safetensors.safe_open(source, framework="pt") as opened:
+        tensors, content = safetensors.torch.load_file(source), dict(opened.metadata())
+    for name, make in changes.items():
+        found = tensors.pop(f"t.{name}")
+        if make is not None:
+            tensors[f"t.{name}"] = make(found).contiguous()
+    safetensors.torch.save_file(tensors, target, content)
+
+
+@requirement(
+    "KV-389",
+    "A saved store MUST be refused where a tensor of a table is missing, has another dtype or other dimensions, or "
+    "where its content is no mapping, with the name of what is wrong, before a row is written.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_tensors_of_saved_stores(kvstore: Any, tmp_path: Path, form: str) -> None:
+    source, store = store_of(kvstore, track_changes=True), store_of(kvstore)
+    source.set_rows("t", random_rows(source, range(6), 1))
+    mark = save(kvstore, source, tmp_path / "full", form=form).mark
+    source.delete("t", ids_of([2]))
+    save(kvstore, source, tmp_path / "delta", form=form, since=mark)
+    kvstore.load(store, tmp_path / "full")
+    before, target = contents(store), tmp_path / "other.safetensors"
+    names = ["rows"] if form == "rows" else ["weight", "metadata", "momentum1", "momentum2"]
+    for name in ("ids", "bucket_counts", "deleted", *names):
+        wrong: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "another dtype": lambda it: it.to(torch.int16),
+            "a dimension more": lambda it: it.unsqueeze(0),
+            "a dimension at the end": lambda it: it.unsqueeze(-1),
+            "all in one": lambda it: it.flatten() if it.dim() == 2 else it.reshape(1, -1),
+        }
+        _rewritten(tmp_path / "delta" / FILE, target, **{name: None})
+        with raises(MissingKeyError, mentions=(f"got: t.{name}", "where: "), where=f"without {name}"):
+            kvstore.load(store, target)
+        for what, make in wrong.items():
+            _rewritten(tmp_path / "delta" / FILE, target, **{name: make})
+            with raises(CorruptionError, mentions=(f"where: t.{name}",), where=f"{name}, {what}"):
+                kvstore.load(store, target)
+        assert_contents(store, before, where=f"after {name}")
+    for text, kind in (("[]", "list"), ('"layouts"', "str"), ("null", "NoneType"), ("5", "int")):
+        tensors = safetensors.torch.load_file(tmp_path / "delta" / FILE)
+        safetensors.torch.save_file(tensors, target, {"kvstore.version": "4", "kvstore.content": text})
+        with raises(FormatError, mentions=(f"got: {kind}", "not the content"), where=f"content {text}"):
+            kvstore.load(store, target)
+    _rewritten(tmp_path / "delta" / FILE, target)
+    assert_equal(kvstore.load(store, target).deleted_counts, {"t": 1}, where="as it was")
+
+
+@requirement(
+    "KV-390",
+    "Saved rows whose file became shorter since they were opened MUST be refused by name where they are read, and MUST "
+    "be no bytes that nobody wrote.",
+    needs=("streamed_saves",),
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_files_that_become_shorter(kvstore: Any, tmp_path: Path, form: str) -> None:
+    source = filled(kvstore, range(20))
+    save(kvstore, source, tmp_path / "ck", form=form)
+    file, saved = tmp_path / "ck" / FILE, kvstore.SavedRows(tmp_path / "ck")
+    raw, last = file.read_bytes(), source.ids("b").tolist()[-1]
+
+    def cut(table: str) -> None:
+        os.truncate(file, _end_of(raw, "b.ids") - 3)
+
+    store = filled(kvstore, [500])
+    store.add_listener(cut)
+    with raises(CorruptionError, mentions=(FILE,), where="a load during which the file becomes shorter"):
+        kvstore.load(store, tmp_path / "ck")
+    assert_equal(set(contents(store)["b"]) <= {500, *range(20)}, True, where="ids after the load")
+    reads: dict[str, Callable[[], Any]] = {
+        "ids": lambda: saved.read_ids("b", 0, 19),
+        "rows": lambda: saved.rows("b", 0, 19),
+        "weights": lambda: saved.get("b", ids_of([last])),
+        "ids of the table": lambda: saved.ids("b"),
+    }
+    for name, read in reads.items():
+        with raises(CorruptionError, mentions=("where: ",), where=name):
+            read()
+
+
+def _end_of(raw: bytes, name: str) -> int:
+    length = int.from_bytes(raw[:8], "little")
+    end: int = 8 + length + json.loads(raw[8 : 8 + length])[name]["data_offsets"][1]
+    return end

@@ -93,3 +93,26 @@ consecutive_ids_take_turns = patched(
     mutated("twinproof.kvstore.disk:SavedRows.check_order", "bucket_of(ids, self.buckets)", "ids % buckets.max()"),
     kills="KV-388",
 )
+
+missing_tensors_not_asked_for = patched(
+    "Nobody looks whether a tensor of a saved store is there.",
+    mutated("twinproof.kvstore.disk:SavedRows._shape", "name not in self.catalog.tensors", "False"),
+    kills="KV-389",
+)
+any_dtype_of_ids = patched(
+    "Ids, counts and deleted ids of a saved store may have any dtype.",
+    mutated("twinproof.kvstore.disk:SavedRows._shape", "(dtype is not None and record.dtype != dtype) or ", ""),
+    kills="KV-389",
+)
+any_dimensions_of_tensors = patched(
+    "Tensors of a saved store may have any number of dimensions.",
+    mutated("twinproof.kvstore.disk:SavedRows._shape", " or len(record.shape) != rank", ""),
+    kills="KV-389",
+)
+
+short_reads_are_whole = patched(
+    "Nobody looks whether a range of a file was read whole.",
+    mutated("fastimpl.kvstore.files:_Ranges.read", "not ops.file_read(descriptor, first, result)", "False"),
+    kills="KV-390",
+    of="fastimpl",
+)
