@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+import refimpl.kvstore as reference
 from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.kvstore.cases import (
     FILE,
@@ -24,6 +26,7 @@ from conformance.kvstore.cases import (
     assert_contents,
     contents,
     filled,
+    fresh,
     ids_of,
     random_rows,
     save,
@@ -36,6 +39,7 @@ from twinproof.errors import (
     MissingKeyError,
     PlanError,
     ShapeError,
+    TwinproofError,
     UnsupportedError,
 )
 from twinproof.kvstore.views import LazyRows
@@ -357,3 +361,84 @@ def _end_of(raw: bytes, name: str) -> int:
     length = int.from_bytes(raw[:8], "little")
     end: int = 8 + length + json.loads(raw[8 : 8 + length])[name]["data_offsets"][1]
     return end
+
+
+@requirement(
+    "KV-391",
+    "Whoever waits for the rounds of a background evictor MUST be let go when it is closed, also in the middle of a "
+    "round and where another is due.",
+)
+def test_waiting_for_a_closed_evictor(kvstore: Any) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def clock() -> int:
+        # The evictor's own thread asks when it begins a round.
+        if threading.current_thread().name == "kvstore-evict-t":
+            begun.set()
+            may_go_on.wait(60)
+        return 1000
+
+    store = store_of(kvstore, clock=clock)
+    evictor = kvstore.BackgroundEvictor(store, "t", trigger_rows=1, policy=kvstore.EvictionPolicy.ttl(5))
+    store.set("t", ids_of([1, 2, 3]), torch.ones(3, 6))
+    assert_equal(begun.wait(60), True, where="a round begins")
+    store.set("t", ids_of([4]), torch.ones(1, 6))
+    waiter = threading.Thread(target=lambda: ended.append(f"{evictor.wait()}"), daemon=True)
+    closer = threading.Thread(target=evictor.close, daemon=True)
+    waiter.start()
+    closer.start()
+    waiter.join(2)
+    let_go = list(ended)
+    may_go_on.set()
+    closer.join(60)
+    assert_equal(let_go, ["[]"], where="who waited while it was closed: the rounds so far")
+    assert_equal((closer.is_alive(), len(evictor.wait())), (False, 1), where="who waits afterwards")
+
+
+@requirement(
+    "KV-392",
+    "What one implementation saved MUST load with its load into a store of any other implementation, empty or beside "
+    "rows, as with the load of that one.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_stores_of_the_reference(kvstore: Any, tmp_path: Path, form: str) -> None:
+    source = filled(kvstore, range(9))
+    save(kvstore, source, tmp_path / "ck", form=form, buckets=kvstore.Buckets(2))
+    expected = contents(source)
+    for kept in ([], [500]):
+        store = filled(reference, kept) if kept else fresh(reference)
+        beside = contents(store)
+        with succeeds("load", where=f"{form}, beside {kept}"):
+            kvstore.load(store, tmp_path / "ck", chunk_rows=2)
+        wanted = {table: beside[table] | rows for table, rows in expected.items()}
+        assert_contents(store, wanted, where=f"{form}, beside {kept}")
+
+
+@requirement(
+    "KV-393",
+    "A load into an empty table for whose rows no memory can be had MUST say so by name and leave every table empty, "
+    "whichever allocation fails; with memory it MUST be whole.",
+    needs=("injected_allocation_failure",),
+)
+def test_no_memory_for_an_empty_table(kvstore: Any, tmp_path: Path) -> None:
+    source, failures = filled(kvstore, range(20)), 0
+    save(kvstore, source, tmp_path / "ck")
+    expected = contents(source)
+    for table in "ab":
+        for count in range(100):
+            store, where = fresh(kvstore), f"allocation {count} of {table}"
+            store.fail_allocations(table, count)
+            try:
+                kvstore.load(store, tmp_path / "ck")
+            except Exception as error:
+                named = isinstance(error, TwinproofError) and isinstance(error, MemoryError)
+                assert_equal((named, f"where: {table}" in str(error)), (True, True), where=f"{where}: {error!r}")
+                failures += 1
+                store.fail_allocations(table, -1)
+                assert_contents(store, {"a": {}, "b": {}}, where=where)
+                kvstore.load(store, tmp_path / "ck")
+                assert_contents(store, expected, where=f"{where}: loaded again")
+            else:
+                break
+    assert_equal(failures > 1, True, where="a load allocates")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from conformance.harness import mutated, patched
+from typing import Any
+
+from conformance.harness import mutated, patched, wrap
 
 any_policy_taken = patched(
     "A policy of a kind that there is not is taken, and its round evicts nothing.",
@@ -114,5 +116,37 @@ short_reads_are_whole = patched(
     "Nobody looks whether a range of a file was read whole.",
     mutated("fastimpl.kvstore.files:_Ranges.read", "not ops.file_read(descriptor, first, result)", "False"),
     kills="KV-390",
+    of="fastimpl",
+)
+
+waits_for_rounds_that_never_end = patched(
+    "Who waits for an evictor waits for rounds that are due, closed or not.",
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "self._closed or not", "not"),
+    kills="KV-391",
+)
+
+every_store_is_ours = patched(
+    "Every store is taken for one of this implementation.",
+    mutated("fastimpl.kvstore.filling:fill", "not isinstance(store, KVStore) or ", ""),
+    kills="KV-392",
+    of="fastimpl",
+)
+
+
+def _empty_tables_left(original: Any, job: Any, table: str, waiting: Any, ids: Any) -> Any:
+    is_empty = job.store.size(table) == 0
+    return 0 if is_empty and waiting is None else original(job, table, waiting, ids)
+
+
+rows_of_the_reference_left_out = patched(
+    "A load into a store of another implementation writes nothing into empty tables.",
+    wrap("twinproof.kvstore.disk:_Load.write", _empty_tables_left),
+    kills="KV-392",
+)
+
+no_memory_is_some = patched(
+    "Nobody looks whether memory was had for an empty table.",
+    mutated("fastimpl.kvstore.filling:fill", "if filling is None:", "if False:"),
+    kills="KV-393",
     of="fastimpl",
 )
