@@ -2,7 +2,7 @@
 
 ``python -m fastimpl.checkpoint inspect|verify|diff|consolidate|clean PATH``, or ``twinproof checkpoint ...``.
 Results go to standard output, progress and errors to standard error. Exit status 0 when all is well, 1 when the
-checkpoint is not or two differ, 2 for wrong arguments, and where a comparison could not be made.
+checkpoint is not or two differ, 2 for wrong arguments and where a comparison could not be made, 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ def _difference(name: str, sides: Sequence[Catalog]) -> str | None:
         if not torch.equal(*values):
             unequal = torch.nonzero(values[0] != values[1])
             count += len(unequal)
-            inside = unequal[0].tolist() if len(sizes) else []
-            place = place or [a + b for a, b in zip(offsets, inside, strict=True)]
+            place = place or [a + b for a, b in zip(offsets, unequal[0].tolist(), strict=True)]
     return f"{count} of {math.prod(first.shape)} values, the first at {place}" if count else None
 
 
@@ -221,6 +220,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         result = options.action(options)
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written is visible", file=sys.stderr)
+        return 130
     except (TwinproofError, OSError) as error:
         if options.json:
             print(
@@ -241,8 +243,4 @@ def _thread_count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("interrupted; nothing half-written is visible", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main())
