@@ -453,7 +453,6 @@ class _Builder:
             if key not in (SHARDING_KEY, CHECKSUMS_KEY):
                 self.catalog.metadata.setdefault(key, value)
         if info is not None:
-            self.sharded.update(header.entries)
             for name in header.entries.keys() & info.shapes.keys():
                 self._note_shape(name, info.shapes[name], file)
         tensors, data_start = self.catalog.tensors, header.data_start
@@ -472,6 +471,8 @@ class _Builder:
             if info is None or kind != record.dtype or len(shape) != len(record.shape) or name not in self.sharded:
                 self._disagree(name, record, kind, shape, info is None, file)
             record.chunks.append(chunk)
+        # Only now: a tensor that an earlier file holds whole is no shard because of this file.
+        self.sharded.update(header.entries if info is not None else ())
 
     def _note_shape(self, name: str, declared: tuple[int, ...], file: str) -> None:
         if self.declared.setdefault(name, declared) != declared:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from conformance.harness import mutated, patched
 
+_CATALOG = "twinproof.checkpoint.catalog"
+_DCP = "twinproof.checkpoint.dcp"
+_QUANTIZED = f"{_DCP}:QuantizedHuggingFaceStorageReader"
 _MAIN = "fastimpl.checkpoint.__main__"
 
 text_left_out = patched(
     "inspect says nothing as text.",
     mutated(f"{_MAIN}:_inspect", "if not options.json:", "if False:"),
-    kills="CKPT-750",
-    of="fastimpl",
-)
-no_index_is_an_index = patched(
-    "verify takes every checkpoint for one with an index.",
-    mutated(f"{_MAIN}:_verify", "index.total_size if index is not None else None", "index.total_size"),
     kills="CKPT-750",
     of="fastimpl",
 )
@@ -27,12 +24,6 @@ other_total_passes = patched(
 true_is_a_total = patched(
     "A total that is true counts as one byte.",
     mutated("twinproof.checkpoint.catalog:read_index", " and not isinstance(total, bool)", ""),
-    kills="CKPT-750",
-    of="fastimpl",
-)
-lines_of_progress_run_on = patched(
-    "The last line of progress is not ended.",
-    mutated(f"{_MAIN}:_progress", '"\\n" if done_bytes == total_bytes else "\\r"', '"\\r"'),
     kills="CKPT-750",
     of="fastimpl",
 )
@@ -75,4 +66,143 @@ interrupt_is_a_failure = patched(
     mutated(f"{_MAIN}:main", "return 130", "return 1"),
     kills="CKPT-754",
     of="fastimpl",
+)
+leading_zeros_pass = patched(
+    "Offsets with leading zeros pass in torch's spelling.",
+    mutated(f"{_CATALOG}:_as_torch_writes_it", 'number != "0" and number.startswith("0")', "False"),
+    kills="CKPT-755",
+)
+last_offsets_count = patched(
+    "Of a name that stands twice in torch's spelling the last offsets count.",
+    mutated(f"{_CATALOG}:_as_torch_writes_it", "if len(result) == len(found) else None", ""),
+    kills="CKPT-755",
+)
+whole_beside_shard = patched(
+    "A tensor that is whole in one file passes for a shard beside another.",
+    mutated(f"{_CATALOG}:_Builder.add_file", " or name not in self.sharded", ""),
+    kills="CKPT-755",
+)
+hidden_files_count = patched(
+    "Hidden files are read.",
+    mutated(f"{_CATALOG}:_list_files", ' and not name.startswith(".")', ""),
+    kills="CKPT-756",
+)
+every_file_counts = patched(
+    "Files of every suffix are read.",
+    mutated(f"{_CATALOG}:_list_files", "name.endswith(SUFFIX) and ", ""),
+    kills="CKPT-756",
+)
+large_indices_read = patched(
+    "An index of any size is read.",
+    mutated(f"{_CATALOG}:read_index", " or status.st_size > INDEX_BYTES_MAX", ""),
+    kills="CKPT-756",
+)
+meta_targets_filled = patched(
+    "A target without memory counts as loaded.",
+    mutated(f"{_DCP}:HuggingFaceStorageReader.targets", "if stored is None or target.is_meta:", "if stored is None:"),
+    kills="CKPT-757",
+)
+quantized_meta_targets = patched(
+    "A quantized tensor's target without memory counts as loaded.",
+    mutated(f"{_QUANTIZED}._target", "target.is_meta or not", "not"),
+    kills="CKPT-757",
+)
+other_ranks_found = patched(
+    "An item of another rank than the chunk's passes.",
+    mutated(f"{_DCP}:_holding", "len(begin) == len(lengths) == len(at) and ", ""),
+    kills="CKPT-757",
+)
+vectors_of_groups = patched(
+    "A vector passes for groups of MXFP4.",
+    mutated(f"{_DCP}:_mxfp4", " or len(record.shape) < 2", ""),
+    kills="CKPT-758",
+)
+cut_groups_pass = patched(
+    "Groups of MXFP4 that are cut between shards pass.",
+    mutated(f"{_DCP}:_mxfp4", "if any(chunk.sizes[-1] != group for chunk in record.chunks):", "if False:"),
+    kills="CKPT-758",
+)
+missing_form_taken = patched(
+    "A subclass of a manager that names no reader has none.",
+    mutated("twinproof.checkpoint.manager:CheckpointManager.__init_subclass__", "if given is not None:", "if True:"),
+    kills="CKPT-758",
+)
+short_files_verified = patched(
+    "A file that ends early while it is verified passes for one that was damaged.",
+    mutated(
+        f"{_CATALOG}:_fill",
+        'raise CorruptionError("the file became shorter while it was read", got=f"{len(view)} missing", where=path)',
+        "break",
+    ),
+    kills="CKPT-759",
+)
+gone_is_a_bare_error = patched(
+    "A file that goes while it is loaded is an error that is not ours.",
+    mutated("twinproof.checkpoint.format:check_unchanged", "except FileNotFoundError:", "except ():"),
+    kills="CKPT-759",
+)
+names_that_are_numbers = patched(
+    "Names of tensors that are no text are stored as text.",
+    mutated(
+        "twinproof.checkpoint.format:check_name",
+        'raise UnsupportedError("tensor names are strings", got=type(name).__name__, where=repr(name))',
+        "name = str(name)",
+    ),
+    kills="CKPT-760",
+)
+keys_that_are_numbers = patched(
+    "Keys of metadata that are no text are stored as text.",
+    mutated("twinproof.checkpoint.format:check_metadata", "not isinstance(key, str) or ", ""),
+    kills="CKPT-760",
+)
+headers_of_any_length = patched(
+    "Headers of any length are written.",
+    mutated("twinproof.checkpoint.format:lay_out", "if len(text) > HEADER_BYTES_MAX:", "if False:"),
+    kills="CKPT-761",
+)
+long_headers_unsaid = patched(
+    "Nothing is said of headers that remote readers do not read.",
+    mutated("twinproof.checkpoint.format:lay_out", "if len(text) > HEADER_BYTES_REMOTE:", "if False:"),
+    kills="CKPT-761",
+)
+ends_of_any_type = patched(
+    "An end of data that is a number of another type passes.",
+    mutated("twinproof.checkpoint.format:_parse_entry", " or type(end) is not int", ""),
+    kills="CKPT-762",
+)
+shapes_of_any_type = patched(
+    "A shape that is no list and has no entries passes for that of a scalar.",
+    mutated("twinproof.checkpoint.format:_parse_entry", "type(shape) is not list or ", ""),
+    kills="CKPT-762",
+)
+other_shapes_stored = patched(
+    "Data of another shape than was planned is stored.",
+    mutated("fastimpl.checkpoint.writer:_source", "tuple(value.shape) != tuple(data.chunk.sizes) or ", ""),
+    kills="CKPT-763",
+    of="fastimpl",
+)
+other_dtypes_stored = patched(
+    "Data of another dtype than was planned is stored.",
+    mutated("fastimpl.checkpoint.writer:_source", " or value.dtype != data.properties.dtype", ""),
+    kills="CKPT-763",
+    of="fastimpl",
+)
+small_blocks_pass = patched(
+    "Blocks smaller than the least are written.",
+    mutated("twinproof.checkpoint.plan:WriterOptions.make", " < BLOCK_BYTES_MIN or", " < 1 or"),
+    kills="CKPT-764",
+)
+saves_without_collectives = patched(
+    "A save without collectives begins.",
+    mutated(
+        f"{_DCP}:HuggingFaceStorageWriter.set_up_storage_writer",
+        'if kwargs.get("use_collectives") is False:',
+        "if False:",
+    ),
+    kills="CKPT-764",
+)
+unwritten_saves_end = patched(
+    "A save that has written nothing is ended as any other.",
+    mutated(f"{_DCP}:HuggingFaceStorageWriter.finish", " or self.staging is None", ""),
+    kills="CKPT-764",
 )
