@@ -152,8 +152,12 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             torch.distributed is initialised with more than one rank and ``save_distributed`` is set. An asynchronous
             save refuses the default group.
 
+    The ranks of a save name one folder, spelled alike, and give the same options; ``thread_count`` and ``progress`` are
+    each rank's own.
+
     Raises:
-        ConfigError: an option, or a combination, that cannot be honoured.
+        ConfigError: an option, or a combination, that cannot be honoured. On every rank of a save whose ranks ask for
+            different ones, before anything is written.
     """
 
     _make_engine: ClassVar[Callable[[], SaveEngine]]
