@@ -7,7 +7,6 @@ from perf.harness.gates import claim, counter, limit, memory, regression
 __all__ = ["GATES"]
 
 _GPU = ("cuda",)
-_UNJUDGED = "no GPU has judged it"
 _UNFUSED = "the control steps unfused"
 _INSTALLED = "where it was installed, elsewhere undecided"
 
@@ -288,7 +287,7 @@ GATES = (
         ceiling="2 * tensor_bytes",
         control="brought",
         hardware=_GPU,
-        evidence=f"G10 of docs/offload-limits.md; the control brings the states back first; {_UNJUDGED}",
+        evidence="G10 of docs/offload-limits.md; the control brings the states back first",
     ),
     _gpu_limit(
         "offload-gpu-snapshot",
@@ -298,7 +297,7 @@ GATES = (
         floor=0.77,
         ceiling=2.0,
         control="pickled",
-        evidence=f"G10 of docs/offload-limits.md; the control pickles it as well; {_UNJUDGED}",
+        evidence="G10 of docs/offload-limits.md; the control pickles it as well",
     ),
     _gpu_small(
         "offload-gpu-small-loop",
