@@ -6,8 +6,9 @@
 In the copy each operand of an ``if``, ``while``, ``and``, ``or``, conditional expression and filter notes whether it
 was true, and each branch, loop, handler and ``raise`` that it was reached: in whatever process or thread, of one that
 is killed too. An operand that was true alone can be forgotten and nobody would see it; so can a check whose ``raise``
-was never reached. ``ci/conditions.json`` lists by room what no test decides yet: what is not in it fails, and so does
-an entry that is decided by now. ``--record`` writes it anew, and refuses a room whose list became longer.
+was never reached. ``ci/conditions.json`` lists by room what no test decides yet, and with its reason what nobody can
+decide: what is not in it fails, and so does an entry that is decided by now. ``--record`` writes anew what is open, and
+refuses a room of which more is open than before. A reason is written by hand, and holds for each place of its text.
 
 Left out are functions that others compile from their source, constants, and the last operand of an ``and`` or ``or``
 that is a value. Of an object that is no plain value only
@@ -22,14 +23,12 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = ROOT / "ci" / "conditions.json"
 SITES, NOTES = "sites.json", "notes"
-# TorchScript compiles their classes, and sees each statement.
-COMPILED = ("twinproof/pipeline/jagged.py", "twinproof/pipeline/batches.py")
 _TEXT_MAX = 120
 _NOTED = '''"""Notes what is true and what is reached, by process: see ci/conditions.py."""
 
@@ -170,12 +169,23 @@ def prepare(tree: Path, room: str) -> list[Site]:
     for layer in ("twinproof", "fastimpl"):
         for path in sorted((tree / layer / room).rglob("*.py")):
             file = path.relative_to(tree).as_posix()
-            if file not in COMPILED:
-                path.write_text(noting(path.read_text(encoding="utf-8"), file, sites), encoding="utf-8")
+            path.write_text(noting(path.read_text(encoding="utf-8"), file, sites), encoding="utf-8")
     (tree / NOTES).mkdir()
     (tree / "twinproof" / "_noted.py").write_text(_NOTED.format(folder=str(tree / NOTES)), encoding="utf-8")
     (tree / SITES).write_text(json.dumps([asdict(site) for site in sites]), encoding="utf-8")
     return sites
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What is known of a room: what is ``open``, and the reason of what ``nobody_can`` decide here."""
+
+    open: list[str] = field(default_factory=list)
+    nobody_can: dict[str, str] = field(default_factory=dict)
+
+    def without_reason(self, found: Sequence[str]) -> list[str]:
+        """What of it is open."""
+        return [each for each in found if each not in self.nobody_can]
 
 
 def undecided(sites: Sequence[Site], notes: set[str]) -> list[str]:
@@ -201,11 +211,20 @@ def read(tree: Path) -> list[str]:
     return undecided(sites, notes)
 
 
-def judge(found: Sequence[str], listed: Sequence[str]) -> list[str]:
-    """What is wrong with the list: what stands in one of both alone."""
-    new, old = Counter(found) - Counter(listed), Counter(listed) - Counter(found)
+def judge(found: Sequence[str], listed: Listed) -> list[str]:
+    """What is wrong with the list: what stands in one of both alone, and reasons that say nothing."""
+    left = Counter(listed.without_reason(found))
+    new, old = left - Counter(listed.open), Counter(listed.open) - left
+    stale = [*old.elements(), *(each for each in listed.nobody_can if each not in found)]
     wrong = [f"no test decides it: {each}" for each in new.elements()]
-    return wrong + [f"decided by now, take it out: {each}" for each in old.elements()]
+    wrong += [f"no reason is given: {each}" for each, reason in listed.nobody_can.items() if not reason.strip()]
+    return wrong + [f"decided by now, take it out: {each}" for each in stale]
+
+
+def read_listed() -> dict[str, Listed]:
+    """The file's rooms."""
+    rooms = json.loads(LISTED.read_text(encoding="utf-8")) if LISTED.exists() else {}
+    return {room: Listed(**each) for room, each in rooms.items()}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -215,26 +234,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("tree", type=Path)
     parser.add_argument("room", choices=("checkpoint", "kvstore", "offload", "pipeline"))
     way = parser.add_mutually_exclusive_group()
-    way.add_argument("--record", action="store_true", help="write the room's list anew; it may not become longer")
+    way.add_argument("--record", action="store_true", help="write anew what is open; it may not become more")
     way.add_argument("--table", action="store_true", help="print what is undecided, and judge nothing")
     options = parser.parse_args(arguments)
     if options.what == "prepare":
         print(f"{options.room}: {len(prepare(options.tree, options.room))} places")
         return 0
     found = read(options.tree)
-    listed: dict[str, list[str]] = json.loads(LISTED.read_text(encoding="utf-8")) if LISTED.exists() else {}
     if options.table:
         print("\n".join(found))
         return 0
+    rooms = read_listed()
+    listed = rooms.get(options.room, Listed())
     if options.record:
-        if options.room in listed and len(found) > len(listed[options.room]):
-            raise SystemExit(
-                f"conditions: {options.room}: {len(listed[options.room])} were undecided, now {len(found)}"
-            )
-        LISTED.write_text(json.dumps({**listed, options.room: found}, indent=1) + "\n", encoding="utf-8")
+        left = listed.without_reason(found)
+        if options.room in rooms and len(left) > len(listed.open):
+            raise SystemExit(f"conditions: {options.room}: {len(listed.open)} were open, now {len(left)}")
+        rooms[options.room] = replace(listed, open=left)
+        kept = {room: asdict(each) for room, each in rooms.items()}
+        LISTED.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         return 0
-    wrong = judge(found, listed.get(options.room, []))
-    print("\n".join([*wrong, f"{options.room}: {len(found)} undecided, {len(wrong)} of them not as listed"]))
+    wrong = judge(found, listed)
+    left_count = len(listed.without_reason(found))
+    print(
+        "\n".join([*wrong, f"{options.room}: {len(found)} undecided, {left_count} of them open; wrong: {len(wrong)}"])
+    )
     return 1 if wrong else 0
 
 

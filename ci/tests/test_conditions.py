@@ -88,20 +88,32 @@ def test_a_run_that_noted_nothing_is_no_result(conditions: Any, tmp_path: Path) 
 
 
 def test_the_list_is_what_is_undecided(conditions: Any) -> None:
-    assert conditions.judge(["x", "y"], ["y", "x"]) == []
-    assert conditions.judge(["x", "x"], ["x"]) == ["no test decides it: x"]
-    assert conditions.judge(["x"], ["x", "z"]) == ["decided by now, take it out: z"]
+    listed = conditions.Listed
+    assert conditions.judge(["x", "y"], listed(["y", "x"])) == []
+    assert conditions.judge(["x", "x"], listed(["x"])) == ["no test decides it: x"]
+    assert conditions.judge(["x"], listed(["x", "z"])) == ["decided by now, take it out: z"]
 
 
-def test_a_list_does_not_become_longer(conditions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _run(conditions, tmp_path / "tree", _PROGRAM)
-    monkeypatch.setattr(conditions, "LISTED", tmp_path / "listed.json")
-    (tmp_path / "listed.json").write_text(json.dumps({"offload": [], "kvstore": []}), encoding="utf-8")
-    with pytest.raises(SystemExit, match="0 were undecided, now 1"):
+def test_a_reason_is_given_and_holds_for_every_place(conditions: Any) -> None:
+    listed = conditions.Listed
+    assert conditions.judge(["x", "x", "y"], listed(["y"], {"x": "on a GPU alone"})) == []
+    assert conditions.judge(["y"], listed(["y"], {"x": "on a GPU alone"})) == ["decided by now, take it out: x"]
+    assert conditions.judge(["x"], listed([], {"x": " "})) == ["no reason is given: x"]
+
+
+def test_what_is_open_does_not_become_more(conditions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reason is not lost by ``--record``."""
+    kept = tmp_path / "listed.json"
+    _run(conditions, tmp_path / "tree", _PROGRAM.replace("    both(3, 0)\n", ""))
+    monkeypatch.setattr(conditions, "LISTED", kept)
+    reasons = {"twinproof/offload/sample.py: always true: b": "by hand"}
+    rooms = {"offload": {"open": [], "nobody_can": reasons}, "kvstore": {}}
+    kept.write_text(json.dumps(rooms), encoding="utf-8")
+    with pytest.raises(SystemExit, match="0 were open, now 1"):
         conditions.main(["judge", str(tmp_path / "tree"), "offload", "--record"])
-    (tmp_path / "listed.json").write_text(json.dumps({"offload": ["one"], "kvstore": []}), encoding="utf-8")
+    kept.write_text(json.dumps({**rooms, "offload": {"open": ["one"], "nobody_can": reasons}}), encoding="utf-8")
     assert conditions.main(["judge", str(tmp_path / "tree"), "offload", "--record"]) == 0
-    kept = json.loads((tmp_path / "listed.json").read_text(encoding="utf-8"))
-    assert [len(kept[room]) for room in ("offload", "kvstore")] == [1, 0]
+    found = json.loads(kept.read_text(encoding="utf-8"))
+    assert found["offload"] == {"open": ["twinproof/offload/sample.py: always true: a"], "nobody_can": reasons}
     assert conditions.main(["judge", str(tmp_path / "tree"), "offload"]) == 0
     assert conditions.main(["judge", str(tmp_path / "tree"), "kvstore"]) == 1
