@@ -6,9 +6,13 @@
 In the copy each operand of an ``if``, ``while``, ``and``, ``or``, conditional expression and filter notes whether it
 was true, and each branch, loop, handler and ``raise`` that it was reached: in whatever process or thread, of one that
 is killed too. An operand that was true alone can be forgotten and nobody would see it; so can a check whose ``raise``
-was never reached. ``ci/conditions.json`` lists by room what no test decides yet, and with its reason what nobody can
-decide: what is not in it fails, and so does an entry that is decided by now. ``--record`` writes anew what is open, and
-refuses a room of which more is open than before. A reason is written by hand, and holds for each place of its text.
+was never reached. Of two numbers that are compared by their order it is noted whether they were ever equal: where they
+were not, ``<`` may as well be ``<=``. A function notes that it was called, and of each argument that may be left out
+whether it was its default: one that always was may as well be passed over, one that never was may have any default.
+
+``ci/conditions.json`` lists by room what no test decides yet, and with its reason what nobody can decide: what is not
+in it fails, and so does an entry that is decided by now. ``--record`` writes anew what is open, and refuses a room of
+which more is open than before. A reason is written by hand, and holds for each place of its text.
 
 Left out are functions that others compile from their source, constants, and the last operand of an ``and`` or ``or``
 that is a value. Of an object that is no plain value only
@@ -30,11 +34,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LISTED = ROOT / "ci" / "conditions.json"
 SITES, NOTES = "sites.json", "notes"
 _TEXT_MAX = 120
+_SIGNS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 _NOTED = '''"""Notes what is true and what is reached, by process: see ci/conditions.py."""
 
+import operator
 import os
 
 _FOLDER = {folder!r}
+_SIGNS = {{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}}
 _PLAIN = (bool, type(None), int, str, list, dict, tuple, set, frozenset, float)
 _process, _known = 0, set()
 
@@ -57,12 +64,26 @@ def note(what):
 def operand(number, value):
     note(f"{{number}} {{bool(value) if type(value) in _PLAIN else True}}")
     return value
+
+def given(number, value, default):
+    note(f"{{number}} {{value is default or (type(value) is type(default) and value == default)}}")
+
+
+def ordered(numbers, signs, *values):
+    for number, sign, one, other in zip(numbers, signs, values, values[1:]):
+        if type(one) in (int, float) and type(other) in (int, float):
+            note(f"{{number}} {{'equal' if one == other else 'apart'}}")
+        result = _SIGNS[sign](one, other)
+        # The last decides, as what it is: a tensor has no truth of its own.
+        if number != numbers[-1] and not result:
+            break
+    return result
 '''
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the sources: ``kind`` is "operand", or what is reached there."""
+    """A place in the sources: ``kind`` is "operand", "compared", "default", or what is reached there."""
 
     file: str
     line: int
@@ -75,6 +96,7 @@ class Notes(ast.NodeTransformer):
 
     def __init__(self, file: str, sites: list[Site]) -> None:
         self._file, self._sites = file, sites
+        self._within = ""
 
     def _site(self, node: ast.AST, kind: str, text: str) -> ast.Constant:
         self._sites.append(Site(self._file, getattr(node, "lineno", 0), kind, text[:_TEXT_MAX]))
@@ -93,15 +115,55 @@ class Notes(ast.NodeTransformer):
         number = self._site(node, "operand", ast.unparse(node))
         return ast.Call(ast.Name("_operand", ast.Load()), [number, self.visit(node)], [])
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        if not any("jit" in ast.unparse(each) or "fx.wrap" in ast.unparse(each) for each in node.decorator_list):
-            self.generic_visit(node)
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        before, self._within = self._within, f"{self._within}{node.name}."
+        self.generic_visit(node)
+        self._within = before
         return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        if any("jit" in ast.unparse(each) or "fx.wrap" in ast.unparse(each) for each in node.decorator_list):
+            return node
+        noted = (
+            []
+            if _is_declared_alone(node)
+            else [self._reached(node, "called", self._within + node.name), *self._given(node)]
+        )
+        self.generic_visit(node)
+        at = 1 if ast.get_docstring(node, clean=False) is not None else 0
+        node.body[at:at] = noted
+        return node
+
+    def _given(self, node: ast.FunctionDef) -> Iterable[ast.stmt]:
+        given = node.args
+        placed = [*given.posonlyargs, *given.args]
+        first = len(placed) - len(given.defaults)
+        pairs = [
+            *zip(placed[first:], given.defaults, strict=True),
+            *zip(given.kwonlyargs, given.kw_defaults, strict=True),
+        ]
+        for argument, default in pairs:
+            if isinstance(default, ast.Constant):
+                number = self._site(node, "default", f"{self._within}{node.name}({argument.arg}={default.value!r})")
+                values: list[ast.expr] = [number, ast.Name(argument.arg, ast.Load()), ast.Constant(default.value)]
+                yield ast.Expr(ast.Call(ast.Name("_given", ast.Load()), values, []))
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         # A value, not a test: its last operand decides nothing.
         *first, last = node.values
         return ast.BoolOp(node.op, [*map(self._condition, first), self.visit(last)])
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        signs = [_SIGNS.get(type(each), "") for each in node.ops]
+        texts = [ast.unparse(each) for each in (node.left, *node.comparators)]
+        self.generic_visit(node)
+        if not all(signs):
+            return node
+        pairs = zip(texts, signs, texts[1:], strict=False)
+        numbers: list[ast.expr] = [self._site(node, "compared", " ".join(pair)) for pair in pairs]
+        names: list[ast.expr] = [ast.Constant(sign) for sign in signs]
+        given = [ast.Tuple(numbers, ast.Load()), ast.Tuple(names, ast.Load()), node.left, *node.comparators]
+        return ast.Call(ast.Name("_ordered", ast.Load()), given, [])
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.IfExp:
         return ast.IfExp(self._condition(node.test), self.visit(node.body), self.visit(node.orelse))
@@ -140,6 +202,13 @@ class Notes(ast.NodeTransformer):
         return [self._reached(node, "raise", ast.unparse(node)), node]
 
 
+def _is_declared_alone(node: ast.FunctionDef) -> bool:
+    # A protocol's, or one that only classes below it have.
+    *_, last = node.body
+    says = isinstance(last, ast.Expr) and isinstance(last.value, ast.Constant)
+    return says or (isinstance(last, ast.Raise) and "NotImplementedError" in ast.unparse(last))
+
+
 def _binds(node: ast.AST) -> bool:
     # What ``:=`` binds in an argument of a call would be bound all the same; in a filter it would not.
     return any(isinstance(each, ast.NamedExpr) for each in ast.walk(node))
@@ -152,7 +221,7 @@ def _flat(statements: Iterable[ast.stmt | list[ast.stmt]]) -> list[ast.stmt]:
 def noting(text: str, file: str, sites: list[Site]) -> str:
     """The module's text that notes; ``sites`` gets one for each number in it."""
     module = Notes(file, sites).visit(ast.parse(text))
-    names = [ast.alias("note", "_note"), ast.alias("operand", "_operand")]
+    names = [ast.alias(name, f"_{name}") for name in ("note", "operand", "ordered", "given")]
     at = 0
     for statement in module.body:
         is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
@@ -192,7 +261,13 @@ def undecided(sites: Sequence[Site], notes: set[str]) -> list[str]:
     """What was true alone, false alone, or never reached, by file and text, so that an edit elsewhere moves nothing."""
     found = []
     for number, site in enumerate(sites):
-        if site.kind != "operand":
+        if site.kind == "compared":
+            # Of what is no number nothing is noted, nor of what is never compared: its operands say so.
+            missing = "never equal" if f"{number} apart" in notes and f"{number} equal" not in notes else ""
+        elif site.kind == "default":
+            seen = [value for value in ("True", "False") if f"{number} {value}" in notes]
+            missing = {"True": "always the default", "False": "never the default"}[seen[0]] if len(seen) == 1 else ""
+        elif site.kind != "operand":
             missing = "" if str(number) in notes else f"never, {site.kind}"
         else:
             seen = [value for value in ("True", "False") if f"{number} {value}" in notes]

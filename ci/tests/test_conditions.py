@@ -74,6 +74,49 @@ def test_what_is_not_decided_is_named(conditions: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_numbers_that_are_never_equal_are_named(conditions: Any, tmp_path: Path) -> None:
+    """Nothing is said of what is no number; of a chain each pair is one, and what a false one hides is not noted."""
+    program = """
+def within(low, value, high):
+    return low <= value < high
+
+assert [within(1, 2, 3), within(1, 1, 3), within(1, 0, 0)] == [True, True, False]
+assert [{1} < {1, 2}, "a" < "b"] == [True, True]
+
+class Many:
+    __bool__ = None
+    def __lt__(self, other):
+        return self
+
+assert type(Many() < 1) is Many
+"""
+    found = _run(conditions, tmp_path, program)
+    assert found == ["never equal: value < high"]
+    assert _run(conditions, tmp_path / "more", program + "assert within(1, 3, 3) is False\n") == []
+
+
+def test_arguments_that_are_never_given_are_named(conditions: Any, tmp_path: Path) -> None:
+    """And functions that are never called, but for those that say nothing."""
+    program = """
+def named(a, b=1, *, c=None, d="x"):
+    return a
+
+def alone():
+    return 1
+
+def declared():
+    ...
+
+named(0)
+named(0, 2, d="y")
+"""
+    found = _run(conditions, tmp_path, program)
+    assert found == ["always the default: named(c=None)", "never, called: alone"]
+    assert _run(conditions, tmp_path / "more", program + "named(1, 3, c=alone())\n") == []
+    changed = program.replace("named(0)\n", "named(0, 2, c=alone(), d='y')\n")
+    assert _run(conditions, tmp_path / "given", changed)[0] == "never the default: named(b=1)"
+
+
 def test_what_never_happens_is_named(conditions: Any, tmp_path: Path) -> None:
     found = _run(conditions, tmp_path, _PROGRAM.replace("both(False, 0)", "both(True, 2)"))
     assert "always true: a" in found

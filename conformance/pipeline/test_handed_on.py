@@ -1,0 +1,240 @@
+"""F. Arguments that are handed on, and names of torchrec's that nothing of ours calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import _pytree as fx_pytree
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.pipeline.model import assert_bits
+
+_META = torch.device("meta")
+
+
+def _ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _of_different_sizes(pipeline: Any) -> Any:
+    """Features of one and of two samples, and the row of each of three samples of the full batch."""
+    rows = (["a", "b"], torch.tensor([[0, 0, 0], [0, 1, 1]]))
+    ids, weights = torch.arange(4), torch.ones(4)
+    sizes = [[1], [2]]
+    return pipeline.KeyedJaggedTensor(
+        ["a", "b"], ids, weights, _ints(2, 1, 1), stride_per_key_per_rank=sizes, inverse_indices=rows
+    )
+
+
+@requirement(
+    "PIPE-611",
+    "from_lengths_sync and from_offsets_sync MUST make the batch that the class makes of the same arguments: weights, "
+    "samples, sizes by rank and inverse indices.",
+)
+def test_synced(pipeline: Any) -> None:
+    keyed, ids = pipeline.KeyedJaggedTensor, torch.arange(4)
+    rows = (["a", "b"], torch.tensor([[0, 0, 0], [0, 1, 1]]))
+    options: list[dict[str, Any]] = [
+        {},
+        {"weights": torch.ones(4)},
+        {"stride_per_key_per_rank": [[1], [2]]},
+        {"stride_per_key_per_rank": [[1], [2]], "inverse_indices": rows, "weights": torch.ones(4)},
+    ]
+    for given in options:
+        lengths = _ints(2, 1, 1) if "stride_per_key_per_rank" in given else _ints(1, 1, 1, 1)
+        offsets = torch.cat([_ints(0), lengths.cumsum(0)])
+        whole = keyed(["a", "b"], ids, lengths=lengths, **given)
+        for name, made in (
+            ("from_lengths_sync", keyed.from_lengths_sync(["a", "b"], ids, lengths, **given)),
+            ("from_offsets_sync", keyed.from_offsets_sync(["a", "b"], ids, offsets, **given)),
+        ):
+            where = f"{name}, {list(given)}"
+            assert_equal(pipeline.kjt_is_equal(made, whole), True, where=where)
+            facts = (made.stride_per_key_per_rank(), made.length_per_key_or_none())
+            assert_equal(facts, (given.get("stride_per_key_per_rank", []), whole.length_per_key()), where=where)
+            found = None if made.inverse_indices_or_none() is None else made.inverse_indices()[1].tolist()
+            assert_equal(found, rows[1].tolist() if "inverse_indices" in given else None, where=f"{where}: rows")
+    none = torch.empty(0, dtype=torch.int64)
+    for name, made in (
+        ("from_lengths_sync", keyed.from_lengths_sync([], none, none, stride=5)),
+        ("from_offsets_sync", keyed.from_offsets_sync([], none, _ints(0), stride=5)),
+    ):
+        assert_equal(made.stride(), 5, where=f"{name}, samples of no features")
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether each copy may be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.told: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name == "aten::_to_copy":
+            self.told.append(bool((kwargs or {}).get("non_blocking", False)))
+        elif name == "aten::copy_":
+            self.told.append(bool(args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
+        return func(*args, **(kwargs or {}))
+
+
+@requirement(
+    "PIPE-612",
+    "to and copy_ of the batch types MUST hand non_blocking on to the copy of every part, inverse indices among them, "
+    "and wait for each without it.",
+)
+def test_non_blocking(pipeline: Any) -> None:
+    batch, other = _of_different_sizes(pipeline), _of_different_sizes(pipeline)
+    one, another = (
+        pipeline.JaggedTensor(torch.arange(2), torch.ones(2), _ints(1, 1), _ints(0, 1, 2)) for _ in range(2)
+    )
+    columns = pipeline.KeyedTensor(["a"], [1], torch.ones(2, 1))
+    batch.offsets()
+    other.offsets()
+    jobs: dict[str, tuple[int, Callable[..., Any]]] = {
+        "JaggedTensor.to": (4, lambda **given: one.to(_META, **given)),
+        "KeyedJaggedTensor.to": (5, lambda **given: batch.to(_META, **given)),
+        "KeyedTensor.to": (1, lambda **given: columns.to(_META, **given)),
+        "JaggedTensor.copy_": (4, lambda **given: one.copy_(another, **given)),
+        "KeyedJaggedTensor.copy_": (5, lambda **given: batch.copy_(other, **given)),
+    }
+    for name, (count, job) in jobs.items():
+        for given in ({}, {"non_blocking": True}, {"non_blocking": False}):
+            with _Copies() as copies:
+                job(**given)
+            assert_equal(copies.told, [given.get("non_blocking", False)] * count, where=f"{name}, {given}")
+
+
+@requirement(
+    "PIPE-613",
+    "A batch of the same sizes elsewhere, and one with other weights, MUST have the inverse indices of the first, and "
+    "say their names.",
+)
+def test_rows_are_kept(pipeline: Any) -> None:
+    batch = _of_different_sizes(pipeline)
+    with succeeds("empty_like", where="a batch with inverse indices"):
+        there = pipeline.KeyedJaggedTensor.empty_like(batch, _META)
+    names, rows = there.inverse_indices_or_none() or (None, None)
+    assert_equal((names, rows is not None and (rows.shape, rows.device)), (["a", "b"], ((2, 3), _META)), where="there")
+    processors = pipeline.PositionWeightedModuleCollection({"a": 3, "b": 3})
+    with succeeds("weights by position", where="a batch with inverse indices"):
+        weighted = processors(batch)
+    found = weighted.inverse_indices_or_none()
+    expected = (["a", "b"], batch.inverse_indices()[1].tolist())
+    assert_equal(found and (found[0], found[1].tolist()), expected, where="weighted")
+    assert_equal(batch.weights().tolist(), [1.0] * 4, where="the batch before")
+
+
+@requirement(
+    "PIPE-614",
+    "str() of a batch MUST be the same by offsets as by lengths, that of one without bags MUST say that it is empty, "
+    "and values of more than two dimensions MUST be refused; repr() MUST name the features.",
+)
+def test_texts(pipeline: Any) -> None:
+    keyed, ids = pipeline.KeyedJaggedTensor, torch.arange(3)
+    by_lengths = keyed(["a"], ids, lengths=_ints(1, 2))
+    by_offsets = keyed(["a"], ids, offsets=_ints(0, 1, 3))
+    with succeeds("str", where="a batch by offsets"):
+        text = str(by_offsets)
+    assert_equal(text, str(by_lengths), where="offsets alone")
+    by_lengths.offsets()
+    assert_equal(str(by_lengths), text, where="lengths, and offsets that were asked for")
+    with succeeds("str", where="a batch without bags"):
+        empty = str(keyed(["a"], ids))
+    assert_equal(empty, str(keyed([], ids[:0], lengths=_ints())), where="neither lengths nor offsets")
+    for batch in (pipeline.JaggedTensor, lambda *parts: keyed(["a"], *parts)):
+        with raises(ValueError, mentions=("dimension",), where="values of three dimensions"):
+            str(batch(torch.zeros(2, 1, 1), None, _ints(1, 1)))
+    columns = pipeline.KeyedTensor(["user"], [1], torch.zeros(2, 1))
+    for thing in (columns, keyed(["user"], ids, lengths=_ints(1, 2))):
+        assert_equal("user" in repr(thing), True, where=repr(thing))
+
+
+@requirement(
+    "PIPE-615",
+    "A batch that was sent without sizes MUST be one of no samples, with its features; a signature of a batch type "
+    "MUST be that of its constructor; columns that are flattened by a spec MUST come in the spec's order of features.",
+)
+def test_received_nothing(pipeline: Any) -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    with succeeds("dist_init", where="no sizes"):
+        made = pipeline.KeyedJaggedTensor.dist_init(["a", "b"], [none, none, none], True, 2, None, None)
+    assert_equal(
+        (made.keys(), made.stride_per_key(), made.length_per_key()), (["a", "b"], [0, 0], [0, 0]), where="made"
+    )
+    for kind in (pipeline.JaggedTensor, pipeline.KeyedJaggedTensor, pipeline.KeyedTensor):
+        names = list(inspect.signature(kind.__init__).parameters)[1:]
+        assert_equal(list(inspect.signature(kind).parameters), names, where=kind.__name__)
+    traced = pipeline.KeyedTensor(["a", "b"], [1, 2], torch.tensor([[1.0, 2.0, 3.0]]))
+    turned = pipeline.KeyedTensor(["b", "a"], [2, 1], torch.tensor([[2.0, 3.0, 1.0]]))
+    _, spec = pytree.tree_flatten(traced)
+    with succeeds("flatten by a spec", where="features in another order"):
+        (found,) = fx_pytree.tree_flatten_spec(turned, spec)
+    assert_bits(found, traced.values(), "features in the order of the spec")
+
+
+@requirement(
+    "PIPE-616",
+    "Modules that weigh by position MUST be made on the device that is asked for, give all weights 1 again and go to "
+    "another device by copy; collections MUST say their tables, and the optimizer of a backward run a closure.",
+)
+def test_names_nobody_calls(pipeline: Any) -> None:
+    one, each = pipeline.PositionWeightedModule, pipeline.PositionWeightedModuleCollection
+    makers: list[Callable[..., Any]] = [lambda **given: one(3, **given), lambda **given: each({"a": 3}, **given)]
+    for make in makers:
+        devices = [{weight.device.type for weight in make(**given).parameters()} for given in ({}, {"device": _META})]
+        assert_equal(devices, [{"cpu"}, {"meta"}], where="device")
+        module = make()
+        (weight,) = module.parameters()
+        torch.nn.init.constant_(weight, 7.0)
+        module.reset_parameters()
+        assert_equal(weight.tolist(), [1.0] * 3, where="reset_parameters")
+    module = each({"a": 3})
+    moved = module.copy(_META)
+    assert_equal(
+        (moved is module, {weight.device.type for weight in moved.parameters()}), (True, {"meta"}), where="copy"
+    )
+    tables = [pipeline.EmbeddingConfig(3, 2, "t", feature_names=["a"])]
+    rows = pipeline.EmbeddingCollection(tables)
+    facts = ([table.name for table in rows.embedding_configs()], rows.use_gather_select_per_sharding())
+    assert_equal(facts, (["t"], None), where="EmbeddingCollection")
+    rows.embedding_configs().clear()
+    assert_equal(len(rows.embedding_configs()), 1, where="a list of its own")
+    bags = pipeline.EmbeddingBagCollection(
+        [pipeline.EmbeddingBagConfig(3, 2, "t", feature_names=["a"])], is_weighted=True
+    )
+    processed = pipeline.FeatureProcessedEmbeddingBagCollection(bags, each({"a": 3}))
+    assert_equal([table.name for table in processed.embedding_bag_configs()], ["t"], where="FeatureProcessed...")
+    sharded = pipeline.ShardedEmbeddingBagCollection(
+        pipeline.EmbeddingBagCollection([pipeline.EmbeddingBagConfig(3, 2, "t", feature_names=["a"])]),
+        {"t": pipeline.table_wise(0)},
+    )
+    closure = mock.Mock(return_value=5)
+    assert_equal((sharded.fused_optimizer.step(closure), closure.call_count), (5, 1), where="a closure")
+    assert_equal(sharded.fused_optimizer.step(), None, where="no closure")
+
+
+@requirement(
+    "PIPE-617",
+    "named_parameters of a sharded collection MUST put a prefix before every name, list a parameter twice where that "
+    "is asked for, and leave the parts of cut tables out where it is not to look below itself.",
+)
+def test_named_parameters(pipeline: Any) -> None:
+    tables = [pipeline.EmbeddingBagConfig(3, 4, name, feature_names=[name]) for name in ("t", "u")]
+    plan = {"t": pipeline.table_wise(0), "u": pipeline.data_parallel()}
+    module = pipeline.ShardedEmbeddingBagCollection(pipeline.EmbeddingBagCollection(tables), plan)
+    names = sorted(name for name, _ in module.named_parameters())
+    assert_equal(len(names), 2, where="one part, one replica")
+    prefixed = sorted(name for name, _ in module.named_parameters("m"))
+    assert_equal(prefixed, [f"m.{name}" for name in names], where="prefix")
+    module.again = torch.nn.ModuleList([part for _, part in module.named_children()])
+    once = [name for name, _ in module.named_parameters()]
+    twice = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    assert_equal((sorted(once), len(twice) > len(once)), (names, True), where="remove_duplicate")
+    assert_equal([name for name, _ in module.named_parameters(recurse=False)], [], where="recurse")
