@@ -141,7 +141,7 @@ class _Ranges:
         chunk, dtype = record.chunks[0], torch_dtype(record.dtype)
         assert dtype is not None
         shape = (length, *chunk.sizes[1:])
-        if dtype == torch.uint8 and len(shape) == 2:
+        if dtype == torch.uint8:
             if self._bytes.numel() < math.prod(shape):
                 self._bytes = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
             result = self._bytes[: math.prod(shape)].view(shape)

@@ -164,8 +164,10 @@ class BackgroundEvictor:
         return self._trigger_bytes is not None and self._store.stats().row_bytes > self._trigger_bytes
 
     def _stepped(self, table: str) -> None:
-        if table != self._table or self._trigger_steps is None:
+        if table != self._table:
             return
+        # It listens to steps only then.
+        assert self._trigger_steps is not None
         self._step_count += 1
         if self._step_count % self._trigger_steps == 0:
             self._make_due()

@@ -159,11 +159,13 @@ class RowLayout:
     @property
     def state_slots(self) -> dict[str, StateSlot]:
         """State name -> slot, in row order."""
+        # Each state has one since the layout was made.
+        assert self.state_dtypes is not None
         slots: dict[str, StateSlot] = {}
         end = self.state_begin_bytes
         for state in OPTIMIZERS[self.optimizer].states:
             name, row_wise = state.name, state.is_row_wise
-            dtype = (self.state_dtypes or {})[name]
+            dtype = self.state_dtypes[name]
             # Nothing to round up when D is a multiple of 4, as FBGEMM demands; other widths must not misalign a state.
             begin = _round_up(end, dtype.itemsize)
             slots[name] = StateSlot(begin, 1 if row_wise else self.embedding_dim, dtype)

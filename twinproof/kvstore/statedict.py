@@ -58,7 +58,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 def rank_and_world(process_group: Any) -> tuple[int, int]:
     """This process among those of the group; alone where torch.distributed is not in use. Raises ConfigError."""
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+    if process_group is None and not dist.is_initialized():
         return 0, 1
     # Whoever makes a group of others gets a number that stands for none.
     rank = dist.get_rank(process_group) if _is_group(process_group) else -1
@@ -70,7 +70,7 @@ def rank_and_world(process_group: Any) -> tuple[int, int]:
 
 
 def _is_group(process_group: Any) -> bool:
-    return process_group is None or (dist.is_available() and isinstance(process_group, dist.ProcessGroup))
+    return process_group is None or isinstance(process_group, dist.ProcessGroup)
 
 
 def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
@@ -442,7 +442,10 @@ class KVLoadPlanner(DefaultLoadPlanner):
                     expected=tuple(view.shape[1:]),
                     where=read_item.dest_index.fqn,
                 )
-            first = int((read_item.dest_index.offset or (0,))[0]) - view.row_offset + int(read_item.dest_offsets[0])
+            # Items for rows are of this planner's making, and say where their chunk is.
+            offset = read_item.dest_index.offset
+            assert offset is not None
+            first = int(offset[0]) - view.row_offset + int(read_item.dest_offsets[0])
             view.check_found(first, tensor)
         with self._lock:
             if isinstance(view, LazyRows):

@@ -1,0 +1,64 @@
+"""Faults that ``test_second_uses`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault, mutated, patched
+
+rows_given_back_again = patched(
+    "Rows behind a lock are given back whenever somebody closes their store.",
+    mutated("twinproof.kvstore.store:_LockedReader.close", "if not self.closed:", "if True:"),
+    kills="KV-394",
+)
+
+sources_are_there = patched(
+    "A view is pickled as if its source were always there.",
+    mutated(
+        "twinproof.kvstore.views:KVTensor.__reduce_ex__",
+        "if self._source is not None and self._description is None:",
+        "if self._description is None:",
+    ),
+    kills="KV-396",
+)
+
+layouts_were_always_kept = patched(
+    "A view that was pickled without a layout is asked for it.",
+    mutated("twinproof.kvstore.views:KVTensor._means_the_same", "self._layout is None or ", ""),
+    kills="KV-397",
+)
+
+no_rows_are_searched = patched(
+    "Ids are looked for in a copy of no rows as in one of some.",
+    mutated("twinproof.kvstore.views:_HeldReader._places", "if self._sorted.numel() else", "if True else"),
+    kills="KV-398",
+)
+
+stand_ins_are_not_counted_for = patched(
+    "An object that stands in for a store is left to number its steps itself.",
+    mutated("twinproof.kvstore.modules:_StoreRows._step", "isinstance(self.store, KVStore)", "True"),
+    kills="KV-400",
+)
+stand_ins_asked_for_state = patched(
+    "An object that stands in for a store is asked for a state dict, whether it gives any or not.",
+    mutated("twinproof.kvstore.modules:_StoreRows._save_to_state_dict", "not isinstance(self.store, KVStore)", "False"),
+    kills="KV-400",
+)
+
+always_strict = patched(
+    "Names that are missing are reported, asked for or not.",
+    mutated("twinproof.kvstore.modules:_StoreRows._load_from_state_dict", "if strict:", "if True:"),
+    kills="KV-401",
+)
+
+
+@fault(kills="KV-409", at="inspect:getsource", of="fastimpl")
+def library_taken_for_granted(original: Any, module: Any) -> str:
+    """The component binds its own store, whether its library was built or not."""
+    return str(original(module)).replace("TYPE_CHECKING or ops.available()", "True")
+
+
+@fault(kills="KV-409", at="inspect:getsource", of="fastimpl")
+def promises_of_a_library(original: Any, module: Any) -> str:
+    """The component promises what its library does, whether it was built or not."""
+    return str(original(module)).replace("if ops.available()\n    else ()", "if True else ()")
