@@ -10,11 +10,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -442,3 +444,235 @@ def test_no_memory_for_an_empty_table(kvstore: Any, tmp_path: Path) -> None:
             else:
                 break
     assert_equal(failures > 1, True, where="a load allocates")
+
+
+@requirement(
+    "KV-395",
+    "Values that are placed into rows MUST be refused by name where they are of another number of ids, of none and one"
+    "too, and nothing MUST change.",
+)
+def test_values_of_other_ids(kvstore: Any) -> None:
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, [1, 2, 5], 4))
+    before = contents(store)
+    for keys in ([], [1], [1, 5], [1, 2, 7]):
+        for count in range(5):
+            if count == len(keys):
+                continue
+            said, where = ("where: values", f"got: {count}", f"expected: {len(keys)}"), f"{count} values of ids {keys}"
+            with raises(ShapeError, mentions=said, where=where):
+                store.place("t", ids_of(keys), torch.ones(count, 6), 16)
+            assert_contents(store, before, where=where)
+    store.place("t", ids_of([5, 7]), torch.full((2, 6), 3.0), 16)
+    assert_equal(store.get("t", ids_of([7, 5]))[:, 0].tolist(), [3.0, 3.0], where="values of as many ids")
+
+
+@requirement(
+    "KV-399",
+    "Complex values that torch shows as the conjugates of their memory MUST be refused where memory is taken as it "
+    "lies, with nothing changed, and the same values in memory MUST be written.",
+)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_conjugates_of_memory(kvstore: Any, dtype: torch.dtype) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(8))
+    store.set_rows("t", random_rows(store, [0, 1, 2], 4))
+    before = contents(store)
+    wrapper = kvstore.KVTensorWrapper([3, 2], dtype, 0)
+    wrapper.set_dram_db_wrapper(store)
+    values = torch.full((2, 2), 2 + 3j, dtype=dtype).conj()
+    calls: dict[str, Callable[[], Any]] = {
+        "set_range": lambda: wrapper.set_range(0, 1, 2, values),
+        "set_weights_and_ids": lambda: wrapper.set_weights_and_ids(values, ids_of([1, 2])),
+    }
+    for name, call in calls.items():
+        with raises(ShapeError, mentions=("contiguous()", "where: weights"), where=name):
+            call()
+        assert_contents(store, before, where=f"after {name}")
+    wrapper.set_range(0, 1, 2, values.resolve_conj())
+    assert_bits(wrapper.narrow(0, 1, 2), values.resolve_conj(), where="the same values in memory")
+
+
+@requirement(
+    "KV-402",
+    "Saved rows MUST name the file in which each of their tensors is, of one file as of several, and refuse by name "
+    "what is none of their tensors.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_files_of_tensors(kvstore: Any, tmp_path: Path, form: str) -> None:
+    source = filled(kvstore, range(5))
+    for name, options in (("one", {}), ("several", {"max_shard_size": 200})):
+        save(kvstore, source, tmp_path / name, form=form, **options)
+        saved, seen = kvstore.SavedRows(tmp_path / name), set()
+        for file in sorted((tmp_path / name).glob("*.safetensors")):
+            with safetensors.safe_open(file, framework="pt") as opened:
+                keys = list(opened.keys())
+            for key in keys:
+                with succeeds("file_of()", where=f"{name}: {key}"):
+                    seen.add(saved.file_of(key))
+                assert_equal(saved.file_of(key), str(file), where=f"{name}: {key}")
+        assert_equal(len(seen) > 1, name == "several", where=f"files of {name}")
+        for key in ("a", "a.weights", "", None):
+            with raises(MissingKeyError, mentions=(f"got: {key}",), where=f"{name}: {key!r}"):
+                saved.file_of(key)
+
+
+def _in_two_shards(source: Path, target: Path, split: str, first: int) -> None:
+    """A saved store again, its tensors in one file of shards, but for the rows from ``first`` on of one of them."""
+    with safetensors.safe_open(source, framework="pt") as opened:
+        tensors, content = safetensors.torch.load_file(source), dict(opened.metadata())
+    target.mkdir()
+    rows = tensors.pop(split)
+    parts = [{**tensors, split: rows[:first].contiguous()}, {split: rows[first:].contiguous()}]
+    for number, part in enumerate(parts):
+        info = {name: {"saved_offsets": [0] * value.dim()} for name, value in part.items()}
+        if number:
+            info[split]["saved_offsets"][0] = first
+        file = target / f"shard-0000{number}-model-00001-of-00001.safetensors"
+        safetensors.torch.save_file(part, file, content | {"DCP_SHARDING_INFO": json.dumps(info)})
+
+
+@requirement(
+    "KV-403",
+    "A saved store of which a tensor lies in several pieces, as in shards that nobody put together, MUST be refused "
+    "with the name of the tensor before a row is written.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_tensors_in_pieces(kvstore: Any, tmp_path: Path, form: str) -> None:
+    source, store = store_of(kvstore), store_of(kvstore)
+    source.set_rows("t", random_rows(source, range(6), 1))
+    save(kvstore, source, tmp_path / "ck", form=form, buckets=kvstore.Buckets(2))
+    store.set_rows("t", random_rows(store, [2, 9], 5))
+    before = contents(store)
+    names = ["rows"] if form == "rows" else ["weight", "metadata", "momentum1", "momentum2"]
+    for name in ("ids", "bucket_counts", *names):
+        _in_two_shards(tmp_path / "ck" / FILE, tmp_path / name, f"t.{name}", 1)
+        with raises(CorruptionError, mentions=(f"where: t.{name}", "not a tensor of this kind"), where=name):
+            kvstore.load(store, tmp_path / name)
+        assert_contents(store, before, where=f"after {name}")
+
+
+@requirement(
+    "KV-404",
+    "Saved rows that another writer changed since they were opened, in a file of the same size and time, MUST be "
+    "refused by name where a row has another id than it had, and others read as they are.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_files_of_the_same_time(kvstore: Any, tmp_path: Path, form: str) -> None:
+    source = store_of(kvstore)
+    source.set_rows("t", random_rows(source, [3, 9, 20], 1))
+    save(kvstore, source, tmp_path / "ck", form=form)
+    saved, file = kvstore.SavedRows(tmp_path / "ck"), tmp_path / "ck" / FILE
+    expected = source.get("t", ids_of([3, 9, 20]))
+    assert_bits(saved.get("t", ids_of([3, 9, 20])), expected, where="as they were saved")
+    status = file.stat()
+    file.write_bytes(file.read_bytes().replace((9).to_bytes(8, "little"), (11).to_bytes(8, "little")))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for ids in ([9], [3, 9], [9, 20]):
+        said = ("another row than before", "got: 11", "expected: 9", "where: ")
+        with raises(CorruptionError, mentions=said, where=f"ids {ids}"):
+            saved.get("t", ids_of(ids))
+    assert_bits(saved.get("t", ids_of([20, 3])), expected[[2, 0]], where="rows of the same ids")
+
+
+@requirement(
+    "KV-405",
+    "A load into an empty table that met wrong rows MUST be refused by name and leave the table empty, also where "
+    "somebody has put the file right by the time at which it is looked at what is wrong.",
+    needs=("streamed_saves",),
+)
+def test_files_that_are_put_right(kvstore: Any, tmp_path: Path) -> None:
+    source, store = store_of(kvstore), store_of(kvstore)
+    source.set_rows("t", random_rows(source, [3, 9, 20], 1))
+    save(kvstore, source, tmp_path / "ck")
+    file = tmp_path / "ck" / FILE
+    right, between = file.read_bytes(), kvstore.SavedRows.between
+
+    def put_right(saved: Any, *arguments: Any) -> Any:
+        # In place: the file stays the one that was opened.
+        with open(file, "r+b") as opened:
+            opened.write(right)
+        return between(saved, *arguments)
+
+    # The key in the header of a row, which stands before the ids.
+    file.write_bytes(right.replace((9).to_bytes(8, "little"), (11).to_bytes(8, "little"), 1))
+    with mock.patch.object(kvstore.SavedRows, "between", put_right):
+        said = ("change while they are read", str(tmp_path / "ck"))
+        with raises(CorruptionError, mentions=said, where="a file that was put right"):
+            kvstore.load(store, tmp_path / "ck")
+    assert_contents(store, {"t": {}}, where="after the load")
+    kvstore.load(store, tmp_path / "ck")
+    assert_contents(store, contents(source), where="loaded again")
+
+
+@requirement(
+    "KV-406",
+    "A load through the planner for views that has no views MUST be torch's own: of plain tensors by their names, and "
+    "of a checkpoint of torch's older names for what is nested.",
+)
+def test_plans_without_views(kvstore: Any, tmp_path: Path) -> None:
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, [1, 2], 4))
+    state = {name: value.full_tensor() for name, value in store.state_dict().items()}
+    notes = {"epoch": 7, "run": {"seed": 3}}
+    with _alone():
+        dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+        older = DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(state | {"notes": notes}, checkpoint_id=tmp_path / "older", planner=older, no_dist=True)
+    for name, some in (("plain", ["t.weight_id"]), ("plain", [*state]), ("older", ["t.weight_id", "t.step"])):
+        target: dict[str, Any] = {key: torch.zeros_like(state[key]) for key in some}
+        if name == "older":
+            target["notes"] = {"epoch": 0, "run": {"seed": 0}}
+        with _alone(), succeeds("a load", where=f"{name}: {some}"):
+            dcp.load(target, checkpoint_id=tmp_path / name, planner=kvstore.KVLoadPlanner(), no_dist=True)
+        for key in some:
+            assert_bits(target[key], state[key], where=f"{name}: {key}")
+        if name == "older":
+            assert_equal(target["notes"], notes, where="what is nested")
+
+
+@requirement(
+    "KV-407",
+    "A store on a device MUST be refused when it is made with what is missing: a GPU, or a library that was built for "
+    "one, also where there is a GPU.",
+    needs=("operators",),
+)
+@pytest.mark.parametrize(("has_gpu", "is_built"), [(False, False), (False, True), (True, False)])
+def test_what_a_device_lacks(kvstore: Any, has_gpu: bool, is_built: bool) -> None:
+    from fastimpl import ops
+
+    operators = ["kvstore_create", "kvstore_read"] if is_built else ["adam_step"]
+    said = "torch.cuda.is_available() is False" if is_built else "built without CUDA"
+    with (
+        mock.patch.object(ops, "cuda_operators", return_value=operators),
+        mock.patch.object(torch.cuda, "is_available", return_value=has_gpu),
+        raises(ConfigError, mentions=("no CUDA device", said, "where: device"), where=f"{has_gpu}, {is_built}"),
+    ):
+        store_of(kvstore, device="cuda")
+
+
+@requirement(
+    "KV-408",
+    "What torch says in a call of a store that is open MUST come as it is, as an error of a device does, and only a "
+    "store that was closed MUST be called closed.",
+    needs=("operators",),
+)
+def test_errors_of_torch(kvstore: Any) -> None:
+    from fastimpl.ops import KVHandle
+
+    store, ids = store_of(kvstore), ids_of([1])
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    calls: dict[str, Callable[[], Any]] = {
+        "read": lambda: store.get("t", ids),
+        "write": lambda: store.set("t", ids, torch.ones(1, 6)),
+        "contains": lambda: store.contains("t", ids),
+        "size": lambda: store.size("t"),
+        "delete": lambda: store.delete("t", ids),
+        "mark": store.mark,
+    }
+    for name, call in calls.items():
+        with mock.patch.object(KVHandle, name, side_effect=error):
+            with raises(RuntimeError, mentions=("illegal memory access",), where=name) as found:
+                call()
+            assert_equal(found.error is error, True, where=f"{name}: the error itself")
+    store.set("t", ids, torch.ones(1, 6))
+    assert_equal(store.size("t"), 1, where="the store afterwards")

@@ -150,3 +150,87 @@ no_memory_is_some = patched(
     kills="KV-393",
     of="fastimpl",
 )
+
+values_of_any_number = patched(
+    "Nobody looks whether there are as many values as ids to be placed.",
+    mutated("twinproof.kvstore.store:KVStore.place", "raw.shape[0] != checked.numel()", "False"),
+    kills="KV-395",
+)
+
+conjugates_as_they_lie = patched(
+    "What torch shows as the conjugate of its memory is taken as it lies in memory.",
+    mutated("twinproof.kvstore.options:check_plain", " or plain.is_conj()", ""),
+    kills="KV-399",
+)
+
+files_of_nothing = patched(
+    "No file of saved rows is found by the name of a tensor.",
+    mutated(
+        "twinproof.kvstore.disk:SavedRows.file_of",
+        "not isinstance(name, str) or name not in self.catalog.tensors",
+        "True",
+    ),
+    kills="KV-402",
+)
+one_file_for_all = patched(
+    "Every tensor of saved rows is said to be in the first file.",
+    mutated(
+        "twinproof.kvstore.disk:SavedRows.file_of",
+        "self.catalog.tensors[name].chunks[0].file",
+        "min(record.chunks[0].file for record in self.catalog.tensors.values())",
+    ),
+    kills="KV-402",
+)
+
+first_piece_is_all = patched(
+    "Of a tensor in several pieces the first is taken for all of it.",
+    mutated("twinproof.kvstore.disk:SavedRows._shape", " or len(record.chunks) != 1", ""),
+    kills="KV-403",
+)
+
+rows_by_their_places = patched(
+    "A saved row is given for an id by the place that it had, whatever its id is now.",
+    mutated("twinproof.kvstore.disk:_SavedReader.read", "if int(stored) != key:", "if False:"),
+    kills="KV-404",
+)
+
+wrong_rows_passed_over = patched(
+    "Rows that were wrong are passed over when nothing is wrong with them any more.",
+    mutated(
+        "fastimpl.kvstore.filling:WaitingRows.read",
+        'raise CorruptionError("rows that change while they are read", where=f"{saved.path}: {table}")',
+        "continue",
+    ),
+    kills="KV-405",
+    of="fastimpl",
+)
+
+older_names_forgotten = patched(
+    "The planner for views knows none of torch's older names, also where there are no views.",
+    mutated("twinproof.kvstore.statedict:KVLoadPlanner.create_local_plan", "if not lazy:", "if False:"),
+    kills="KV-406",
+)
+
+every_library_has_kernels = patched(
+    "A library that was built without CUDA is taken for one that has kernels.",
+    mutated(
+        "fastimpl.kvstore.store:device_rows",
+        'not torch.cuda.is_available() or "kvstore_create" not in ops.cuda_operators()',
+        "not torch.cuda.is_available()",
+    ),
+    kills="KV-407",
+    of="fastimpl",
+)
+missing_kernels_unnamed = patched(
+    "A library without kernels is never what is missing.",
+    mutated("fastimpl.kvstore.store:_why_no_device", '"kvstore_create" not in ops.cuda_operators()', "False"),
+    kills="KV-407",
+    of="fastimpl",
+)
+
+every_error_is_a_close = patched(
+    "Every error of torch means that the store was closed.",
+    mutated("fastimpl.kvstore.store:NativeReader._call", '"handle: dead" in str(error)', "True"),
+    kills="KV-408",
+    of="fastimpl",
+)
