@@ -133,7 +133,7 @@ class Blocking:
         """The gradient comes down, and the weight where there is no master; the new weight goes up."""
         plan, bundle, places = self.plan, update.bundle, update.bundle.places
         memory = self._memory[bundle.param]
-        prepare_states(plan.optimizer, update, lambda n: view_of(memory, places[n], 0) if n in places else None)
+        prepare_states(plan.optimizer, update, lambda name: view_of(memory, places[name], 0))
         grad, weight = self._beside(update.grad), self._beside(update.weight)
         self.engine.copy(grad, update.grad)
         plan.counts.d2h_bytes += grad.nbytes

@@ -448,8 +448,8 @@ def test_no_memory_for_an_empty_table(kvstore: Any, tmp_path: Path) -> None:
 
 @requirement(
     "KV-395",
-    "Values that are placed into rows MUST be refused by name where they are of another number of ids, of none and one"
-    "too, and nothing MUST change.",
+    "Values that are placed into rows MUST be refused by name where they are of another number of ids, none and one "
+    "among them, and nothing MUST change.",
 )
 def test_values_of_other_ids(kvstore: Any) -> None:
     store = store_of(kvstore)

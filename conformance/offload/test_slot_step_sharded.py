@@ -165,3 +165,80 @@ def _left(rank: Rank) -> None:
 )
 def test_left_to_torch(rank_pool: Any) -> None:
     rank_pool.run(_left, 2)
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """Parameters and states, by their placements, that torch steps or refuses; a word of the reason where it steps."""
+
+    kind: str
+    placement: Any
+    states: tuple[Any, ...]
+    reason: str = "states that are sharded"
+
+
+_SUMMED = (
+    # What each rank has is still to be summed, of parameters and gradients alike.
+    _Summed("AdamW", Partial(), (Partial(), Partial()), "sharded in another way"),
+    _Summed("SGD", Partial(), (Partial(),), "sharded in another way"),
+    _Summed("AdamW", Shard(0), (Replicate(), Replicate())),
+    _Summed("SGD", Shard(0), (Replicate(),)),
+    # As large as the parameter's on each rank, and a part of it.
+    _Summed("AdamW", Replicate(), (Partial(), Replicate())),
+    _Summed("SGD", Replicate(), (Partial(),)),
+)
+_STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+
+
+def _outcome(optimizer: Any) -> str:
+    """Of a step: what torch refuses it with, empty where it is done."""
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _as_torch(rank: Rank) -> None:
+    offload, mesh = rank.component("offload"), init_device_mesh("cpu", (rank.world_size,))
+
+    def made(seed: int, placement: Any) -> torch.Tensor:
+        if isinstance(placement, Partial):
+            return DTensor.from_local(values((6, 4), seed).square() * (rank.rank + 1), mesh, [placement])
+        return distribute_tensor(values((6, 4), seed).square(), mesh, [placement], src_data_rank=None)
+
+    for case in _SUMMED:
+        where = f"{case.kind}, {case.placement} with states {case.states}"
+        with VirtualDevice() as device:
+            params = [torch.nn.Parameter(made(0, case.placement)) for _ in range(2)]
+            plain, optimizer = (
+                getattr(torch.optim, case.kind)([param], lr=0.1, **({"momentum": 0.9} if case.kind == "SGD" else {}))
+                for param in params
+            )
+            for each, param in zip((plain, optimizer), params, strict=True):
+                for n, (name, placement) in enumerate(zip(_STATES[case.kind], case.states, strict=False)):
+                    counter = {"step": torch.tensor(1.0)} if case.kind == "AdamW" else {}
+                    each.state[param] |= counter | {name: made(10 + n, placement)}
+            offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, fused_update=True)
+            for number in range(2):
+                for param in params:
+                    param.grad = made(100 + number, case.placement)
+                expected, found = _outcome(plain), _outcome(optimizer)
+                assert_equal(found, expected, where=f"{where}: what torch says to step {number}")
+                if expected:
+                    break
+            else:
+                with _disable_current_modes():
+                    assert_same_tensor(_local(params[1]), _local(params[0]), where=where)
+                (update,) = offloader.stats().updates
+                assert_equal((update.startswith("torch: "), case.reason in update), (True, True), where=update)
+
+
+@requirement(
+    "OPT-493",
+    "A parameter that is still to be summed over the ranks, as its gradient is, and states that are sharded otherwise "
+    "than their parameter, as a user binds them, MUST be left to torch: its bits, or its refusal.",
+    needs=FUSED,
+)
+def test_sums_and_states_of_others(rank_pool: Any) -> None:
+    rank_pool.run(_as_torch, 2)

@@ -175,9 +175,8 @@ class HostStep:
         for update, (grad, weight) in zip(work.updates, pairs, strict=True):
             bundle = update.bundle
 
-            def home(name: str, bundle: Any = bundle) -> torch.Tensor | None:
-                place = bundle.places.get(name)
-                return None if place is None else view_of(memory, place, bundle.offset_bytes)
+            def home(name: str, bundle: Any = bundle) -> torch.Tensor:
+                return view_of(memory, bundle.places[name], bundle.offset_bytes)
 
             prepare_states(optimizer, update, home)
             master = local_of(bundle.param.detach()) if update.has_master else weight

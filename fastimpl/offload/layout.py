@@ -47,7 +47,8 @@ class _Run:
     def add(self, number: int, begin: int) -> bool:
         """Take the next place in, if it is one of the run; the second place decides on the pitch."""
         gap = begin - self.begin
-        if len(self.numbers) == 1 and gap % self.form[0].itemsize == 0:
+        if len(self.numbers) == 1:
+            # Whole elements, as every place is aligned.
             self.pitch_bytes = gap
         if gap != len(self.numbers) * self.pitch_bytes:
             return False
@@ -72,7 +73,7 @@ class ChunkLayout:
     """The places of a chunk's bundles.
 
     Args:
-        bundles: laid out one behind the other, from byte ``begin`` of a block on.
+        bundles: at least one, laid out one behind the other, from byte ``begin`` of a block on.
         host: their part of the block, uint8.
         begin: see above.
 
@@ -97,7 +98,7 @@ class ChunkLayout:
         self._kinds = {name for names in self._names for name in names}
         # The usual case, for which loops of the interpreter's own do: all have the same states, and no master moves.
         is_even = MASTER not in self._kinds and all(names == self._names[0] for names in self._names)
-        self._even = self._names[0] if self._names and is_even else []
+        self._even = self._names[0] if is_even else []
         self._runs: list[_Run] = []
         open_runs: dict[_Form, _Run] = {}
         for number, (at, place) in enumerate(places):

@@ -446,7 +446,7 @@ def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterW
     """What a step has to do for these bundles; parameters without a gradient are left out.
 
     Raises:
-        UnsupportedError: a sparse gradient, one of another dtype, a parameter with gaps in its memory, or loaded
+        UnsupportedError: a gradient of another dtype, a parameter with gaps in its memory, or loaded
             states that are not float32; nothing has changed then.
     """
     check_cpu_step(optimizer)
@@ -455,13 +455,13 @@ def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterW
     for bundle in bundles:
         # What a later group added beside the masters is its own.
         model = bundle.param if masters is None else masters.pairs.get(bundle.param, bundle.param)
-        if bundle.param not in group_of or model.grad is None:
+        if model.grad is None:
             continue
         where = f"parameter of shape {tuple(model.shape)}"
         grad, weight = local_of(model.grad), local_of(model.detach())
-        if grad.layout is not torch.strided or grad.dtype not in GRADIENTS:
+        if grad.dtype not in GRADIENTS:
             raise UnsupportedError(
-                "not a gradient that the CPU steps with", got=(grad.layout, grad.dtype), expected=GRADIENTS, where=where
+                "not a gradient that the CPU steps with", got=grad.dtype, expected=GRADIENTS, where=where
             )
         if not is_dense(weight):
             raise UnsupportedError("a parameter with gaps in its memory", got=weight.stride(), where=where)
@@ -482,16 +482,15 @@ def _in_order(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
 
 
-def prepare_states(optimizer: Optimizer, update: Update, home: Callable[[str], torch.Tensor | None]) -> None:
-    """Make the states of a first step in host memory. ``home``: the place of a state, None where none was foreseen."""
+def prepare_states(optimizer: Optimizer, update: Update, home: Callable[[str], torch.Tensor]) -> None:
+    """Make the states of a first step in host memory. ``home``: the place of a state, as it was foreseen."""
     param = update.bundle.param
     if optimizer.state.get(param):
         return
     scalar = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
     state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=scalar, device="cpu")}
     for name in update.state_names:
-        place = home(name)
-        memory = torch.empty_like(update.weight, dtype=torch.float32, device="cpu") if place is None else place
+        memory = home(name)
         state[name] = memory.zero_()
         if hasattr(param, "_local_tensor"):
             state[name] = torch.empty_like(param.detach())

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.tensor import Replicate
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="OPT-343", at="fastimpl.offload.slot_step:_why_not_param")
@@ -37,3 +37,22 @@ def slot_sums_that_are_not_made(original: Any, tensor: Any) -> Any:
         return None
     mesh, placements, shape = found
     return mesh, tuple(Replicate() if each.is_partial() else each for each in placements), shape
+
+
+slot_sums_of_both = patched(
+    "A parameter and a gradient that are both still to be summed are given to the kernel.",
+    mutated(
+        "fastimpl.offload.slot_step:_why_not_param",
+        " or (shards and any(placement.is_partial() for placement in shards[1]))",
+        "",
+    ),
+    kills="OPT-493",
+    of="fastimpl",
+)
+
+slot_states_sharded_as_they_like = patched(
+    "Nobody looks how states are sharded.",
+    mutated("fastimpl.offload.slot_step:_add", "if any(_shards_of(state) != shards for state in states):", "if False:"),
+    kills="OPT-493",
+    of="fastimpl",
+)
