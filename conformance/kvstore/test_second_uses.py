@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from conformance.kvstore.cases import assert_bits, assert_contents, contents, id
 from twinproof.errors import ConfigError, DetachedStoreError, MissingKeyError, UnsupportedError
 from twinproof.kvstore import store as shared
 from twinproof.kvstore.store import LockedRows
+from twinproof.kvstore.views import LazyRows
 
 
 class _CountedRows(reference.DictRows):
@@ -121,6 +123,30 @@ def test_copies_of_no_rows(kvstore: Any) -> None:
                 assert_equal(copy.source.contains("t", ids_of(ids)).any().item(), False, where=f"{way} of {ids}")
             assert_equal(tuple(copy.get_weights_by_ids(ids_of([])).shape), (0, width), where=f"{name}, {way}")
             assert_equal((copy.source.size("t"), copy.source.ids("t").tolist()), (0, []), where=f"{name}, {way}")
+
+
+class _Silent(LazyRows):
+    """Rows of a caller's own kind, that does not say how they are read."""
+
+
+@requirement(
+    "KV-410",
+    "Rows of a kind that does not say how they are read MUST raise NotImplementedError wherever they are read, and "
+    "give no values.",
+)
+def test_rows_that_nobody_reads() -> None:
+    rows = _Silent._make((3, 2), torch.float32, 2)
+    reads: dict[str, Callable[[], Any]] = {
+        "full_tensor": rows.full_tensor,
+        "narrow": lambda: rows.narrow(0, 1, 2),
+        "chunks": lambda: list(rows.chunks()),
+        "clone": rows.clone,
+        "a sum": lambda: rows + 1,
+    }
+    for name, read in reads.items():
+        with raises(NotImplementedError, where=name):
+            read()
+    assert_equal((tuple(rows.shape), len(rows.global_chunks())), ((3, 2), 2), where="what is known without reading")
 
 
 class _StandIn:

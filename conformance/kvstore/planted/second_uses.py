@@ -34,6 +34,16 @@ no_rows_are_searched = patched(
     kills="KV-398",
 )
 
+rows_of_nothing = patched(
+    "Rows of a kind that does not say how they are read are memory that nobody has written.",
+    mutated(
+        "twinproof.kvstore.views:LazyRows.read_rows",
+        "raise NotImplementedError",
+        "return torch.empty((length, *self.shape[1:]), dtype=self.dtype)",
+    ),
+    kills="KV-410",
+)
+
 stand_ins_are_not_counted_for = patched(
     "An object that stands in for a store is left to number its steps itself.",
     mutated("twinproof.kvstore.modules:_StoreRows._step", "isinstance(self.store, KVStore)", "True"),
