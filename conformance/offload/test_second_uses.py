@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+import refimpl.offload as reference
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
-from conformance.offload.cases import FUSED, assert_same_state, proven, values
+from conformance.offload.cases import FUSED, Twins, assert_same_state, proven, values
 from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError
 
@@ -230,3 +231,30 @@ def test_promises_without_a_library(offload: Any) -> None:
         param.grad = torch.ones_like(param)
         optimizer.step()
         assert_equal(offloader.residency().device_bytes, 0, where="bytes on the device behind a step")
+
+
+@requirement(
+    "OPT-494",
+    "A step on the CPU of a part of the parameters MUST give what is left the plain optimizer's step, once, and leave "
+    "all of the rest alone, whatever groups they are of; all implementations alike.",
+)
+@pytest.mark.parametrize("groups", [[(0, 1), (2, 3)], [(0,), (1, 2, 3)], [(0, 3), (1, 2)], [(0, 1, 2, 3)]], ids=str)
+def test_what_is_left_of_a_step(offload: Any, groups: list[tuple[int, ...]]) -> None:
+    found: list[list[torch.Tensor]] = []
+    for component in (offload, reference):
+        with proven(this_branch_only=True) as device:
+            some = [(numbers, {"lr": 0.01 * (1 + n)}) for n, numbers in enumerate(groups)]
+            options: dict[str, Any] = {"step_device": "cpu", "fraction": 0.4, "chunk_bytes": 256}
+            twins = Twins(component, device, "AdamW", [values((8, 4), i) for i in range(4)], groups=some, **options)
+            for _ in range(3):
+                twins.step(skip=(1,) if twins.step_count == 1 else ())
+            moved = {id(bundle.param) for bundle in twins.offloader.bundles}
+            with _disable_current_modes():
+                for i, (mine, plain) in enumerate(zip(twins.params, twins.plain_params, strict=True)):
+                    if id(mine) not in moved:
+                        assert_same_tensor(mine.detach(), plain.detach(), where=f"{component.__name__}: parameter {i}")
+                found.append([param.detach().clone() for param in twins.params])
+            assert_equal(len(moved), 2, where=f"{component.__name__}: parameters that are stepped on the CPU")
+            twins.offloader.close()
+    for i, (mine, theirs) in enumerate(zip(*found, strict=True)):
+        assert_same_tensor(mine, theirs, where=f"parameter {i} of both implementations")
