@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from conformance.harness import assert_equal, examples, raises, requirement, run_machine
+from conformance.harness import assert_equal, examples, raises, requirement, run_machine, succeeds
 from conformance.kvstore.cases import (
     Clock,
     assert_bits,
@@ -294,3 +294,40 @@ def test_failing_snapshots(kvstore: Any) -> None:
             if is_done:
                 break
         assert_equal(failed_count > 1, True, where=f"{name} allocates for both snapshots")
+
+
+@requirement(
+    "KV-411",
+    "Rows on a device MUST be made where there is a GPU and a library that was built for one, on that device, with the "
+    "rows of any other store.",
+    needs=NEEDS,
+)
+def test_device_that_is_there(kvstore: Any) -> None:
+    from conformance.kvstore.simt import SimtHandle, load_operators
+    from fastimpl import ops
+    from fastimpl.kvstore import store as native
+    from fastimpl.kvstore.native import table_messages
+
+    load_operators()
+    plain, places = store_of(kvstore), list[str]()
+    plain.set_rows("t", random_rows(plain, [3, 1, 2], 4))
+    ids, messages = plain.ids("t"), table_messages(plain.options)
+
+    def moved(place: str) -> torch.Tensor:
+        # The stand-in's device is the CPU.
+        places.append(place)
+        return messages
+
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(ops, "cuda_operators", return_value=["kvstore_create"]),
+        mock.patch.object(native, "table_messages", return_value=SimpleNamespace(to=moved)),
+        succeeds("rows on a device", where="a GPU and a library for it"),
+    ):
+        rows = native.device_rows(plain.options, SimtHandle)
+    assert_equal(places, ["cuda"], where="where they are made")
+    rows.write_rows("t", plain.get_rows("t", ids))
+    found = torch.empty(3, plain.layout("t").row_bytes, dtype=torch.uint8)
+    rows.read("t", ids, 0, found.shape[1], found)
+    assert_bits(found, plain.get_rows("t", ids), where="rows on the device")
+    rows.close()

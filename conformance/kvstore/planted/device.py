@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 _HANDLE = "conformance.kvstore.simt:SimtHandle"
 
@@ -68,3 +68,11 @@ def a_snapshot_ends_with_the_first_failure(original: Any, handle: Any) -> Any:
 
     handle.write = write
     return taken
+
+
+no_library_has_kernels = patched(
+    "A library that was built with CUDA is taken for one that was built without.",
+    mutated("fastimpl.kvstore.store:device_rows", '"kvstore_create" not in ops.cuda_operators()', "True"),
+    kills="KV-411",
+    of="fastimpl",
+)
