@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fastimpl.ops import KVHandle
+from fastimpl.ops import KVFilling, KVHandle
 
 __all__ = ["DeviceHandle"]
 
@@ -76,3 +76,6 @@ class DeviceHandle(KVHandle):
             status = super().prefetch(table, there)
         there.record_stream(self._stream)
         return status
+
+    def fill(self, table: int, row_count: int, ahead: int) -> KVFilling | None:
+        raise NotImplementedError("a table on a device is not filled beside itself")
