@@ -67,6 +67,7 @@ def _refused(lazy: Any) -> dict[str, Callable[[], Any]]:
         "out": lambda: torch.neg(full, out=lazy),
         "device": lambda: lazy.to("meta"),
         "storage": lambda: lazy.untyped_storage(),
+        "typed storage": lambda: lazy.storage(),
         "shared": lambda: lazy.share_memory_(),
         "dlpack": lambda: torch.from_dlpack(lazy),
     }

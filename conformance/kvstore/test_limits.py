@@ -311,7 +311,7 @@ def test_places_of_views(kvstore: Any) -> None:
 LIMITS: dict[str, tuple[list[Any], list[Any], str]] = {
     "num_shards": ([1, 2, 4095, 4096], [0, -1, 4097, 1.0, True], "1 to 4096"),
     "seed": ([-(2**63), -1, 0, 2**63, 2**64 - 1], [-(2**63) - 1, 2**64, 1.0, True], "64 bits"),
-    "capacity": ([None, 1, 2, 2**31], [0, -1, 1.0, True], "rows >= 1"),
+    "capacity": ([None, 1, 2, 2**31, 2**63 - 1], [0, -1, 1.0, True, 2**63], "rows >= 1"),
     "cache_rows": ([0], [-1, 1, 2**31 + 1, 0.0, False], "cache|rows"),
     "clock": ([lambda: 5], [5, "now"], "a callable"),
     "eviction": ([None], ["ttl", 3], "EvictionPolicy"),

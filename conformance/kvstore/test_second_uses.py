@@ -13,7 +13,7 @@ import torch
 
 import refimpl.kvstore as reference
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from conformance.kvstore.cases import assert_bits, assert_contents, contents, ids_of, random_rows, store_of
+from conformance.kvstore.cases import Clock, assert_bits, assert_contents, contents, ids_of, random_rows, store_of
 from twinproof.errors import ConfigError, DetachedStoreError, MissingKeyError, UnsupportedError
 from twinproof.kvstore import store as shared
 from twinproof.kvstore.store import LockedRows
@@ -207,6 +207,47 @@ def test_loads_without_strictness(kvstore: Any) -> None:
             assert_contents(store, before, where=f"without {gone}, strict={strict}")
     module._load_from_state_dict(state, "m.", {}, False, [], [], [])
     assert_contents(store, contents(source), where="a whole state dict, without strictness")
+
+
+@requirement(
+    "KV-412",
+    "An evictor in the background that is given no policy MUST evict by the table's own, and one for a table without "
+    "any MUST be refused by name.",
+)
+def test_evictor_of_the_tables_policy(kvstore: Any) -> None:
+    clock, policies = Clock(100), {"t": kvstore.EvictionPolicy.ttl(5)}
+    with kvstore.KVStore({"t": kvstore.RowLayout(6)}, eviction=policies, clock=clock) as store:
+        store.set("t", ids_of([1, 2]), torch.ones(2, 6))
+        clock.now = 200
+        with succeeds("an evictor", where="the table's own policy"):
+            evictor = kvstore.BackgroundEvictor(store, "t", trigger_rows=1)
+        with evictor:
+            store.set("t", ids_of([3]), torch.ones(1, 6))
+            evictor.wait()
+        assert_equal(store.ids("t").tolist(), [3], where="rows that are young")
+    bare = kvstore.KVStore({"t": kvstore.RowLayout(6)}, clock=clock)
+    with bare, raises(ConfigError, mentions=("policy",), where="no policy"):
+        kvstore.BackgroundEvictor(bare, "t", trigger_rows=1)
+
+
+@requirement(
+    "KV-413",
+    "What a state dict has without memory MUST give memory for as many rows as were saved, which the store takes; a "
+    "row MUST say where its weights begin.",
+)
+def test_memory_for_saved_rows(kvstore: Any) -> None:
+    source, store = store_of(kvstore), store_of(kvstore)
+    source.set_rows("t", random_rows(source, [1, 2, 5], 4))
+    state = {}
+    for name, lazy in store.state_dict().items():
+        saved = source.state_dict()[name].full_tensor()
+        with succeeds("memory_for", where=name):
+            memory = lazy.memory_for(saved.shape)
+        assert_equal((memory.shape, memory.dtype, memory.device.type), (saved.shape, saved.dtype, "cpu"), where=name)
+        state[name] = memory.copy_(saved)
+    store.load_state_dict(state)
+    assert_contents(store, contents(source), where="loaded")
+    assert_equal(store.layout("t").header_bytes, 16, where="header_bytes")
 
 
 @requirement(

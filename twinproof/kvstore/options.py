@@ -343,17 +343,17 @@ def check_matrix(
     return plain
 
 
-def check_rows(rows: Any, row_bytes: int, where: str = "rows", places: tuple[str, ...] = _CPU) -> torch.Tensor:
+def check_rows(rows: Any, row_bytes: int, places: tuple[str, ...] = _CPU) -> torch.Tensor:
     """Whole rows, uint8 [n, row_bytes]. Raises ShapeError, UnsupportedError."""
-    return check_matrix(rows, None, row_bytes, torch.uint8, where, places)
+    return check_matrix(rows, None, row_bytes, torch.uint8, "rows", places)
 
 
-def check_count(count: Any, length: int, where: str = "count") -> int:
+def check_count(count: Any, length: int) -> int:
     """The first ``count`` of ``length`` entries; None is all. Raises ConfigError."""
     if count is None:
         return length
     if type(count) is not int or not 0 <= count <= length:
-        raise ConfigError("not a count of the entries", got=count, expected=f"0 to {length}", where=where)
+        raise ConfigError("not a count of the entries", got=count, expected=f"0 to {length}", where="count")
     return count
 
 

@@ -72,3 +72,20 @@ def library_taken_for_granted(original: Any, module: Any) -> str:
 def promises_of_a_library(original: Any, module: Any) -> str:
     """The component promises what its library does, whether it was built or not."""
     return str(original(module)).replace("if ops.available()\n    else ()", "if True else ()")
+
+
+own_policies_without_time = patched(
+    "A round by the table's own policy lets old rows be.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.start_eviction",
+        "chosen = policy if policy is not None else self.options.evictions[table]",
+        "chosen = policy or (self.options.evictions[table] and EvictionPolicy.count(0))",
+    ),
+    kills="KV-412",
+)
+
+memory_of_the_rows_there_are = patched(
+    "What is loaded gets memory for the rows that there are.",
+    mutated("twinproof.kvstore.views:LazyRows.memory_for", "torch.empty(sizes,", "torch.empty(self.shape,"),
+    kills="KV-413",
+)
