@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
-from conformance.checkpoint.cases import FILE, save
-from conformance.checkpoint.trainer import Fused, Renamed, Split, Trainer, alone, load
-from conformance.harness import assert_equal, assert_same_bytes, raises, requirement, succeeds
-from twinproof.errors import ConfigError, CorruptionError, MissingCheckpointError
+from conformance.checkpoint.cases import FILE, INDEX, save
+from conformance.checkpoint.trainer import Counter, Fused, Renamed, Split, Trainer, alone, load
+from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, raises, requirement, succeeds
+from twinproof.checkpoint import manager as manager_module
+from twinproof.errors import ConfigError, CorruptionError, MissingCheckpointError, PlanError
 
 # One process saves here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -218,3 +222,168 @@ def test_options_changed_later(checkpoint: Any, tmp_path: Path, who: str) -> Non
     assert_equal(sorted(found[1]), sorted(found[0]), where="names of files")
     for name, data in found[0].items():
         assert_same_bytes(found[1][name], data, where=name)
+
+
+@requirement(
+    "CKPT-765",
+    "A manager that is not enabled MUST neither load nor save, the last step included, and MUST make nothing; it is "
+    "opened and closed as any other.",
+)
+def test_not_enabled(checkpoint: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with alone(), Trainer(1).manager(checkpoint, folder, interval=1) as manager:
+        manager.save(2)
+    content, trainer = _files(folder / "step-2"), Trainer(2)
+    before = trainer.weights()
+    for where in (folder, tmp_path / "absent"):
+        off = trainer.manager(checkpoint, where, interval=1, keep_latest_k=1, enable=False)
+        with alone(), off as manager, succeeds("what is asked of it", where=where.name):
+            saved = [manager.save(3), manager.save(4, last_step=True)]
+            loaded = [manager.load(), manager.load(2), manager.load(9)]
+            manager.maybe_wait_for_saving()
+        assert_equal((saved, loaded), ([False] * 2, [False] * 3), where=f"answers in {where.name}")
+    assert_same_tensors(trainer.weights(), before, where="weights")
+    assert_equal([path.name for path in tmp_path.rglob("step-*")], ["step-2"], where="checkpoints")
+    assert_equal((_files(folder / "step-2") == content, (tmp_path / "absent").exists()), (True, False), where="files")
+
+
+@requirement(
+    "CKPT-766",
+    "Steps that are no whole numbers from 0, states that are named as parameters, and pinned memory without an "
+    "accelerator MUST be refused by name, and nothing be made or loaded; two names of one option may agree.",
+)
+def test_refused_by_managers(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(1)
+    with alone(), trainer.manager(checkpoint, tmp_path / "run", interval=1) as manager:
+        for step in ("3", True, 3.0, None, -1, torch.tensor(3)):
+            with raises(ConfigError, mentions=("not a step", "curr_step"), where=f"step {step!r}"):
+                manager.save(step)
+    assert_equal(sorted(tmp_path.rglob("step-*")), [], where="what was made")
+    with alone(), trainer.manager(checkpoint, tmp_path / "good", interval=1) as manager:
+        manager.save(2)
+    late = Trainer(2)
+    before = late.weights()
+    taken = {**late.states, "0.weight": Counter()}
+    with alone(), late.manager(checkpoint, tmp_path / "good", interval=1, states=taken) as manager:
+        for verb in (lambda: manager.save(3), manager.load):
+            with raises(PlanError, mentions=("name of a parameter", "0.weight"), where="a name of both"):
+                verb()
+    assert_same_tensors(late.weights(), before, where="weights")
+    assert_equal(sorted(path.name for path in tmp_path.rglob("step-*")), ["step-2"], where="what is there")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with raises(ConfigError, mentions=("accelerator", "async_mode"), where="no accelerator"):
+        trainer.manager(checkpoint, tmp_path / "good", async_mode="async_with_pinned_mem")
+    for both in (
+        {"last_save_in_hf": True, "last_save_in_safetensors_format": True},
+        {"last_save_model_only": False, "last_save_model_weights_only": False},
+    ):
+        with (
+            succeeds("two names that agree", where=str(both)),
+            trainer.manager(checkpoint, tmp_path, **both) as manager,
+        ):
+            found = {name: getattr(manager.policy, name) for name in both if hasattr(manager.policy, name)}
+        assert_equal(found, {next(iter(both)): next(iter(both.values()))}, where=str(both))
+
+
+class _Extra(torch.nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+
+@requirement(
+    "CKPT-767",
+    "A manager MUST save and restore an optimizer that is none of torch's by what it says of itself, and what a model "
+    "has beside tensors, a last save of the model alone and its dtype included.",
+)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_states_of_another_kind(checkpoint: Any, tmp_path: Path, dtype: str | None) -> None:
+    first, late = _Extra([1, "a", None]), _Extra(0)
+    with torch.no_grad():
+        for value in first.parameters():
+            value.copy_(value.bfloat16())
+    optimizers = Counter(), Counter()
+    optimizers[0].step = 7
+    make = checkpoint.CheckpointManager
+    with alone(), succeeds("saves and loads", where="an optimizer of another kind"):
+        with make(tmp_path / "run", model=first, optimizers=optimizers[0], interval=1) as manager:
+            manager.save(1)
+        with make(tmp_path / "run", model=late, optimizers=optimizers[1], interval=1) as manager:
+            manager.load()
+    assert_equal((optimizers[1].step, late.extra), (7, [1, "a", None]), where="restored")
+    last, start = tmp_path / "last", {"initial_load_path": tmp_path / "last" / "step-2"}
+    late = _Extra(0)
+    with alone(), succeeds("saves and loads", where="the model alone"):
+        with make(last, model=first, interval=1, export_dtype=dtype) as manager:
+            manager.save(2, last_step=True)
+        with make(tmp_path / "new", model=late.to(torch.bfloat16) if dtype else late, interval=1, **start) as manager:
+            manager.load()
+    assert_equal(late.extra, [1, "a", None], where="restored of the model alone")
+    wanted, found = ({n: v.detach() for n, v in model.named_parameters()} for model in (first, late))
+    assert_same_tensors(found, {n: v.bfloat16() if dtype else v for n, v in wanted.items()}, where="weights")
+
+
+def _break(folder: Path, step: int, content: dict[str, str]) -> None:
+    (folder / f"step-{step}").mkdir(parents=True)
+    for name, text in content.items():
+        (folder / f"step-{step}" / name).write_text(text)
+
+
+@requirement(
+    "CKPT-768",
+    "A checkpoint whose index names a file that is missing MUST be passed over and logged, by loads and by retention; "
+    "what retention cannot look at, hide or delete MUST be logged, and fail no save, nor keep others from deletion.",
+)
+def test_retention_beside_what_is_broken(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="twinproof.checkpoint")
+    folder, trainer, late = tmp_path / "run", Trainer(1), Trainer(2)
+    options: dict[str, Any] = {"interval": 1, "keep_latest_k": 1}
+    _break(folder, 9, {INDEX: json.dumps({"weight_map": {"w": FILE}})})
+    hidden = folder / ".step-7.deleting-0123456789ab"
+    hidden.write_text("no folder")
+    with alone(), trainer.manager(checkpoint, folder, **options) as manager:
+        for step in (1, 2):
+            trainer.step()
+            manager.save(step)
+    left = sorted(os.listdir(folder))
+    assert_equal(left, sorted([hidden.name, "step-2", "step-9"]), where="beside an index without its file")
+    assert_equal(f"{hidden} could not be deleted" in caplog.text, True, where="what is no folder is logged")
+    with late.manager(checkpoint, folder, **options) as manager, succeeds("a load", where="the newest whole one"):
+        assert_equal(load(manager), True, where="loaded")
+        with raises(MissingCheckpointError, mentions=("9",), where="the broken one"):
+            load(manager, 9)
+    assert_equal(late.counter.step, 2, where="the newest whole one")
+    assert_equal("step-9 is no complete checkpoint" in caplog.text, True, where="what is broken is logged")
+    seen = manager_module.complete_steps
+
+    def one_goes(path: Path) -> Any:
+        found = seen(path)
+        shutil.rmtree(path / "step-2", ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(manager_module, "complete_steps", one_goes)
+    with alone(), trainer.manager(checkpoint, folder, **options) as manager:
+        _copy_step(folder, 2, 3)
+        manager.save(4)
+    monkeypatch.undo()
+    assert_equal(sorted(os.listdir(folder)), sorted([hidden.name, "step-4", "step-9"]), where="where one has gone")
+    assert_equal("step-2 could not be deleted" in caplog.text, True, where="what has gone is logged")
+    _break(folder, 6, {INDEX: "{}", ".metadata": ""})
+    with alone(), trainer.manager(checkpoint, folder, **options) as manager, succeeds("a save", where="beside both"):
+        manager.save(5)
+    assert_equal("could not be looked at" in caplog.text, True, where="two formats are logged")
+    assert_equal({"step-4", "step-5", "step-6"} <= set(os.listdir(folder)), True, where="nothing is deleted then")
+
+
+def _copy_step(folder: Path, step: int, other: int) -> None:
+    shutil.copytree(folder / f"step-{step}", folder / f"step-{other}")

@@ -88,3 +88,71 @@ nested_options_of_the_caller = patched(
     ),
     kills="CKPT-722",
 )
+
+_MANAGER = "twinproof.checkpoint.manager"
+
+saves_though_off = patched(
+    "A manager that is not enabled saves.",
+    mutated(f"{_MANAGER}:CheckpointManager._saves_at", "not self.enable or ", ""),
+    kills="CKPT-765",
+)
+
+loads_though_off = patched(
+    "A manager that is not enabled loads.",
+    mutated(f"{_MANAGER}:CheckpointManager.load", "if not self.enable:", "if False:"),
+    kills="CKPT-765",
+)
+
+steps_of_any_type = patched(
+    "A step that is true, or a number of another type, is saved.",
+    mutated(f"{_MANAGER}:CheckpointManager.save", "type(curr_step) is not int or curr_step", "int(curr_step or 0)"),
+    kills="CKPT-766",
+)
+
+states_over_parameters = patched(
+    "A state takes the place of the parameter whose name it has.",
+    mutated(f"{_MANAGER}:CheckpointManager._full_state", "if taken:", "if False:"),
+    kills="CKPT-766",
+)
+
+agreeing_names_refused = patched(
+    "Two names of one option are refused though they agree.",
+    mutated(f"{_MANAGER}:_either", " and value != older", ""),
+    kills="CKPT-766",
+)
+
+every_optimizer_is_torchs = patched(
+    "An optimizer that is none of torch's is treated as one.",
+    mutated(f"{_MANAGER}:_named_states", "if is_list else optimizers", "if several else optimizers"),
+    kills="CKPT-767",
+)
+
+all_states_cast = patched(
+    "Whatever a model has is cast as a tensor.",
+    mutated(f"{_MANAGER}:CheckpointManager._exported", " if is_tensor else value", ""),
+    kills="CKPT-767",
+)
+
+broken_index_ends_a_load = patched(
+    "A checkpoint whose index names a missing file ends every load.",
+    mutated(f"{_MANAGER}:complete_steps", "except CorruptionError as error:", "except () as error:"),
+    kills="CKPT-768",
+)
+
+failing_rename_ends_retention = patched(
+    "A checkpoint that cannot be hidden keeps the others from deletion.",
+    mutated(
+        f"{_MANAGER}:_Cleaner._clean",
+        "os.rename(self.folder / name, hidden)\n        except OSError as error:\n",
+        "os.rename(self.folder / name, hidden)\n        except OSError as error:\n            return\n",
+    ),
+    kills="CKPT-768",
+)
+
+failing_look_unsaid = patched(
+    "Nothing is said of a folder that retention cannot look at.",
+    mutated(
+        f"{_MANAGER}:_Cleaner._run", 'logger.warning("old checkpoints in %s could not', 'logger.debug("%s could not'
+    ),
+    kills="CKPT-768",
+)
