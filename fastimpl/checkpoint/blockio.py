@@ -21,7 +21,7 @@ from fastimpl.checkpoint.wire import HEADER_WORDS, OwnBlock
 from fastimpl.regimes import regime
 from twinproof.checkpoint.catalog import Part
 from twinproof.checkpoint.format import buffer_of
-from twinproof.errors import CorruptionError, PlanError
+from twinproof.errors import CorruptionError
 
 __all__ = ["LocalPart", "assemble", "block_sums", "piece_sums", "write_at"]
 
@@ -36,7 +36,7 @@ class LocalPart:
     ``staged`` holds them in host memory while a copy from a device is in flight or done.
     """
 
-    source: Source | None
+    source: Source
     geometry: Geometry
     base: int
     skip: int
@@ -55,8 +55,6 @@ class LocalPart:
 
     def data(self) -> torch.Tensor:
         """The bytes, uint8 on the CPU."""
-        if self.source is None:
-            raise PlanError("this chunk's data could not be resolved", where=f"tensor at {self.base}")
         if self.staged is not None:
             return self.staged
         return self.source.read(self.skip, self.skip + self.count)
@@ -118,7 +116,7 @@ def assemble(
 
 def _zero_copy(parts: Sequence[LocalPart], size_bytes: int) -> list[LocalPart]:
     # Long runs go from the caller's memory straight to the file, where they make up most of the block.
-    large = [p for p in parts if p.count >= _ZERO_COPY_BYTES and p.source and p.source.is_view and p.is_run]
+    large = [p for p in parts if p.count >= _ZERO_COPY_BYTES and p.source.is_view and p.is_run]
     if len(large) > _IOV_MAX // 2 or sum(p.count for p in large) * 2 < size_bytes:
         return []
     return sorted(large, key=lambda p: p.file_offset)

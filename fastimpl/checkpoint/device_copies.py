@@ -253,15 +253,13 @@ class Stager:
         waits: list[tuple[DoubleBuffer, object]] = []
         by_device: dict[torch.device, list[LocalPart]] = {}
         for part in parts:
-            if part.source is not None:
-                by_device.setdefault(part.source.device, []).append(part)
+            by_device.setdefault(part.source.device, []).append(part)
         for device, mine in by_device.items():
             buffers = self._buffer(device)
             if buffers is None:
                 continue
             host, at = buffers.take(sum(part.count for part in mine)), 0
             for part in mine:
-                assert part.source is not None
                 part.staged = host[at : at + part.count]
                 # A tensor that lies otherwise is gathered or cast first, in order with the copy.
                 with buffers.copies.on():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fastimpl import ops
-from fastimpl.checkpoint.device_copies import ChooseCopies, CopyStarts, DoubleBuffer, InlineCopies, copies_for_device
+from fastimpl.checkpoint.device_copies import ChooseCopies, CopyStarts, DoubleBuffer, InlineCopies
 from fastimpl.checkpoint.geometry import Geometry
 from fastimpl.regimes import regime
 from twinproof.checkpoint.catalog import Meter
@@ -278,9 +278,7 @@ def _files(jobs: Sequence[ReadJob], thread_count: int, starts: CopyStarts) -> li
     return files
 
 
-def run_jobs(
-    jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies = copies_for_device, meter: Meter | None = None
-) -> LoadStats:
+def run_jobs(jobs: Sequence[ReadJob], thread_count: int, choose: ChooseCopies, meter: Meter) -> LoadStats:
     """Carry out read jobs, file by file in each file's order, with ``thread_count`` threads on one queue.
 
     No thread waits for the end of a file, so that many small files are read as fast as one large one. At most
@@ -303,8 +301,7 @@ def run_jobs(
             try:
                 with file.opened() as descriptor:
                     reading.read(descriptor, bundle)
-                if meter is not None:
-                    meter.add(sum(part.count for part in bundle))
+                meter.add(sum(part.count for part in bundle))
             except BaseException:
                 waiting.clear()
                 raise

@@ -182,7 +182,7 @@ def _source(item: WriteItem, job: SaveJob) -> Source:
 def _parts(
     plan: RankPlan, items: dict[int, WriteItem], sources: dict[int, Source], job: SaveJob
 ) -> list[list[LocalPart]]:
-    """For each block, the local bytes in it. Needs no data, so that a failed rank can still keep to the plan."""
+    """For each block, the local bytes in it."""
     parts: list[list[LocalPart]] = [[] for _ in plan.blocks]
     shapes: dict[int, Geometry] = {}
     for piece in plan.pieces:
@@ -195,7 +195,7 @@ def _parts(
         block = plan.blocks[piece.block]
         skip = geo.held_before(block.start - piece.begin)
         count = geo.held_before(block.end - piece.begin) - skip
-        parts[piece.block].append(LocalPart(sources.get(piece.item), geo, piece.begin, skip, count))
+        parts[piece.block].append(LocalPart(sources[piece.item], geo, piece.begin, skip, count))
     return parts
 
 
@@ -204,7 +204,7 @@ def _reader_of(item: WriteItem, planner: SavePlanner) -> RowReader | None:
     if not isinstance(planner, DefaultSavePlanner) or type(planner).resolve_data is not DefaultSavePlanner.resolve_data:
         return None
     value = planner.state_dict.get(item.index.fqn)
-    return value if isinstance(value, torch.Tensor) and isinstance(value, RowReader) else None
+    return value if isinstance(value, RowReader) else None
 
 
 def _item_key(item: WriteItem) -> int:
@@ -212,9 +212,15 @@ def _item_key(item: WriteItem) -> int:
     return chunk_key(item.index.fqn, item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes)
 
 
+def _chunk_of(item: WriteItem) -> tuple[str, tuple[int, ...]]:
+    # A planner may leave the offsets out of the item's index.
+    assert item.tensor_data is not None
+    return item.index.fqn, tuple(item.tensor_data.chunk.offsets)
+
+
 def _items(plan: RankPlan, items: Sequence[WriteItem], local_items: Sequence[WriteItem]) -> dict[int, WriteItem]:
     """Plan item number -> write item, for every item that the plan uses."""
-    by_chunk = {(item.index.fqn, tuple(item.index.offset or ())): item for item in local_items} if plan.replicas else {}
+    by_chunk = {_chunk_of(item): item for item in local_items} if plan.replicas else {}
     used = dict.fromkeys(piece.item for piece in plan.pieces)
     return {number: items[number] if number >= 0 else by_chunk[plan.replicas[-1 - number]] for number in used}
 

@@ -248,8 +248,8 @@ def _numbers(info: Any, key: str, where: str) -> Offsets:
 # The index.
 
 
-def _check_member(folder: Path, name: object, where: str) -> None:
-    if not isinstance(name, str) or not name.endswith(SUFFIX):
+def _check_member(folder: Path, name: str, where: str) -> None:
+    if not name.endswith(SUFFIX):
         raise FormatError("the index names something that is not a safetensors file", got=name, where=where)
     if name != os.path.basename(name) or re.search(r"[\\:\0]", name) or name.startswith(".."):
         raise FormatError(
@@ -377,9 +377,11 @@ class Catalog(Mapping[MetadataIndex, StoredChunk]):
 
     def __getitem__(self, index: MetadataIndex) -> StoredChunk:
         record = self.tensors.get(index.fqn)
-        for chunk in record.chunks if record is not None else ():
-            if record is not None and chunk.offsets == tuple(index.offset or (0,) * len(record.shape)):
-                return _stored(chunk, record.dtype)
+        if record is not None:
+            at = tuple(index.offset or (0,) * len(record.shape))
+            for chunk in record.chunks:
+                if chunk.offsets == at:
+                    return _stored(chunk, record.dtype)
         raise KeyError(index)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
@@ -400,8 +402,7 @@ class Catalog(Mapping[MetadataIndex, StoredChunk]):
 
     def where(self, name: str) -> str:
         """Place of a tensor, for messages."""
-        chunks = self.tensors[name].chunks
-        return f"{chunks[0].file if chunks else '?'}: tensor {name!r}"
+        return f"{self.tensors[name].chunks[0].file}: tensor {name!r}"
 
 
 def _stored(chunk: Chunk, dtype: str) -> StoredChunk:
@@ -517,12 +518,11 @@ def _check_members(weight_map: dict[str, str], headers: dict[str, Header], folde
             )
 
 
-def read_catalog(path: str | os.PathLike[str], files: Iterable[Path] | None = None) -> Catalog:
+def read_catalog(path: str | os.PathLike[str]) -> Catalog:
     """Read the headers of a checkpoint. No tensor data is read.
 
     Args:
         path: a folder, or one ``.safetensors`` file.
-        files: read exactly these and no index.
 
     Raises:
         FileNotFoundError: nothing there.
@@ -531,11 +531,10 @@ def read_catalog(path: str | os.PathLike[str], files: Iterable[Path] | None = No
     """
     path, builder = Path(path), _Builder()
     cache: HeaderCache = {}
-    if files is None and not path.is_dir():
-        files = [path]
-    index = read_index(path) if files is None else None
+    is_folder = path.is_dir()
+    index = read_index(path) if is_folder else None
     if index is None:
-        for file in _list_files(path) if files is None else files:
+        for file in _list_files(path) if is_folder else [path]:
             builder.add_file(str(file), read_header(file, cache), None)
         return builder.finish()
     weight_map = index.weight_map
@@ -758,14 +757,16 @@ def sums_of(chunks: Mapping[str, tuple[str, int, int]], parts: Iterable[Part]) -
     Raises:
         PlanError: parts that leave bytes out, or sum some twice.
     """
-    found = {part[:2]: part for part in joined(part for part in parts if part.size_bytes)}
+    found: dict[tuple[str, int], list[Part]] = {}
+    for part in joined(part for part in parts if part.size_bytes):
+        found.setdefault((part.file, part.begin), []).append(part)
     sums = {}
     for name, (file, begin, size_bytes) in chunks.items():
-        part = found.get((file, begin)) if size_bytes else Part(file, begin, 0, 0, 0)
-        if part is None or part[2:4] != (0, size_bytes):
-            got = None if part is None else f"{part.size_bytes} bytes from {part.offset}"
+        pieces = found.get((file, begin), []) if size_bytes else [Part(file, begin, 0, 0, 0)]
+        if [part[2:4] for part in pieces] != [(0, size_bytes)]:
+            got = [f"{part.size_bytes} bytes from {part.offset}" for part in pieces]
             raise PlanError("not every byte was summed once", got=got, expected=f"{size_bytes} bytes", where=name)
-        sums[name] = part.crc
+        sums[name] = pieces[0].crc
     return sums
 
 

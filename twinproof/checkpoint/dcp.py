@@ -605,7 +605,7 @@ class UnreadMetadata(Metadata):
         self.error = error
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("state_dict_metadata", "planner_data", "storage_data") and "error" in vars(self):
+        if name in ("state_dict_metadata", "planner_data", "storage_data"):
             raise self.error
         return super().__getattribute__(name)
 
@@ -748,27 +748,21 @@ class HuggingFaceStorageReader(StorageReader):
         return future
 
     def _range(self, item: ReadItem, target: torch.Tensor) -> StoredRange:
-        name = item.storage_index.fqn
-        dtype = torch_dtype(self.catalog.tensors[name].dtype)
-        assert dtype is not None  # Checked with the targets.
-        chunk = self._chunk_of(item)
-        return StoredRange(name, chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths), target)
-
-    def _chunk_of(self, item: ReadItem) -> Chunk:
         index = item.storage_index
-        record = self.catalog.tensors.get(index.fqn)
-        if record is None:
-            raise MissingKeyError("not in the checkpoint", got=index.fqn, where=str(self.path))
+        record = self.catalog.tensors[index.fqn]
+        dtype = torch_dtype(record.dtype)
+        assert dtype is not None  # Checked with the targets.
         # Where the index says it is, or else anywhere: of many chunks not all are looked at.
         said = index.index or 0
-        return _holding(item, chain(record.chunks[said : said + 1], record.chunks))
+        chunk = _holding(item, chain(record.chunks[said : said + 1], record.chunks))
+        return StoredRange(index.fqn, chunk, dtype, tuple(item.storage_offsets), tuple(item.lengths), target)
 
     def targets(self, plan: LoadPlan, planner: LoadPlanner) -> list[tuple[ReadItem, torch.Tensor]]:
         """Every item with its target, all checked before any is written.
 
         Raises:
-            UnsupportedError: a target without memory, or with one place for several values; a stored dtype that torch
-                lacks.
+            UnsupportedError: a target without memory of a place for each value: meta, sparse, quantized, expanded; a
+                stored dtype that torch lacks.
             PlanError: shapes or (without ``cast``) dtypes that differ, all at once.
         """
         result, wrong = [], {}
@@ -817,6 +811,9 @@ def _holding(item: ReadItem, chunks: Iterable[Chunk]) -> Chunk:
 
 
 def _check_places(target: torch.Tensor, name: str) -> None:
+    if target.layout != torch.strided or target.is_quantized:
+        got = f"{target.dtype}, layout {target.layout}"
+        raise UnsupportedError("a target without dense memory cannot be filled", got=got, where=name)
     # Values would overwrite each other, in an order that nobody knows.
     if overlaps_itself(target):
         raise UnsupportedError(

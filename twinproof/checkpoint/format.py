@@ -314,7 +314,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of a tensor lie in one place of memory: expanded, unfolded, made by ``as_strided``."""
-    if tensor.numel() < 2 or tensor.layout != torch.strided:
+    if tensor.numel() < 2:
         return False
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     reach, is_nested = 0, True

@@ -275,7 +275,9 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
         wrong = {
             fqn: (tuple(value.size()), tuple(saved[fqn].size))
             for fqn, value in self.state_dict.items()
-            if fqn in saved and isinstance(value, torch.Tensor) and value.size() != saved[fqn].size
+            if isinstance(value, torch.Tensor)
+            and isinstance(saved.get(fqn), TensorStorageMetadata)
+            and value.size() != saved[fqn].size
         }
         if wrong:
             raise PlanError("shapes differ, as (target, saved)", got=wrong, where="state_dict")
@@ -423,6 +425,12 @@ def _copied(value: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 ChunkKey = tuple[str, tuple[int, ...]]
 
 
+def _offsets(item: WriteItem) -> tuple[int, ...]:
+    # A planner may leave them out of the item's index.
+    assert item.tensor_data is not None
+    return tuple(item.tensor_data.chunk.offsets)
+
+
 def checksums(items: Sequence[WriteItem], planner: SavePlanner) -> dict[ChunkKey, int]:
     """CRC-32 of every local chunk's bytes. One chunk is copied at a time, where its memory is not one row."""
     sums = {}
@@ -431,7 +439,7 @@ def checksums(items: Sequence[WriteItem], planner: SavePlanner) -> dict[ChunkKey
         assert isinstance(value, torch.Tensor)
         check_storable(value, item.index.fqn)
         data = as_bits(value).cpu().contiguous()
-        sums[item.index.fqn, tuple(item.index.offset or ())] = zlib.crc32(buffer_of(data))
+        sums[item.index.fqn, _offsets(item)] = zlib.crc32(buffer_of(data))
     return sums
 
 
@@ -873,7 +881,7 @@ class SaveJob:
         for item in self.items:
             value = self.planner.resolve_data(item)
             assert isinstance(value, torch.Tensor)
-            yield item.index.fqn, tuple(item.index.offset or ()), value
+            yield item.index.fqn, _offsets(item), value
 
 
 class SaveEngine(Protocol):

@@ -161,7 +161,7 @@ def _shard(item: WriteItem, planner: SavePlanner, options: WriterOptions) -> _Sh
     assert isinstance(value, torch.Tensor)
     assert item.tensor_data is not None
     value = value.detach().to(exported_dtype(item.index.fqn, value.dtype, options))
-    return _Shard(item.index.fqn, tuple(item.index.offset or ()), tuple(item.tensor_data.size), value)
+    return _Shard(item.index.fqn, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.size), value)
 
 
 def _metadata(shards: Sequence[_Shard], options: WriterOptions) -> dict[str, str]:

@@ -134,7 +134,7 @@ def missing_files_passed_over(original: Any, folder: Any) -> Any:
 
     check = catalog._check_member
 
-    def lenient(folder: Path, name: object, where: str) -> None:
+    def lenient(folder: Path, name: str, where: str) -> None:
         if (folder / str(name)).exists():
             check(folder, name, where)
 

@@ -1,0 +1,287 @@
+"""Plans that torch's default planners do not make, and targets and look-ups of other kinds than theirs."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+from conformance.checkpoint.cases import (
+    FILE,
+    INDEX,
+    PT,
+    Tiled,
+    assert_loads,
+    load,
+    load_with,
+    oracle,
+    save,
+    zeros_like,
+)
+from conformance.checkpoint.trainer import alone
+from conformance.harness import (
+    assert_equal,
+    assert_same_bytes,
+    assert_same_tensor,
+    assert_same_tensors,
+    raises,
+    requirement,
+    succeeds,
+)
+from twinproof.errors import FormatError, PlanError, TwinproofError, UnsupportedError
+
+NEEDS = ("staged_copies",)
+STATE = {"w": torch.arange(6.0).view(2, 3), "s": torch.tensor(3), "e": torch.empty(0, 2)}
+
+
+class _Changed(DefaultSavePlanner):
+    """Changes each item of the plan."""
+
+    def __init__(self, change: Callable[[WriteItem], WriteItem]) -> None:
+        super().__init__()
+        self.change = change
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return replace(plan, items=[self.change(item) for item in plan.items])
+
+
+class _Own(SavePlanner):
+    """Asks a default planner for everything, and is none itself."""
+
+    def __init__(self) -> None:
+        self.inner = DefaultSavePlanner()
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.inner.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        return self.inner.create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return self.inner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return self.inner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self.inner.resolve_data(write_item)
+
+
+def _without_offset(item: WriteItem) -> WriteItem:
+    return replace(item, index=MetadataIndex(item.index.fqn))
+
+
+@requirement(
+    "CKPT-769",
+    "A planner whose items do not say in their index where they lie, and one that is not derived from torch's default "
+    "one, MUST save what the default one saves, into every layout, with checksums and with compared replicas.",
+)
+def test_other_planners(checkpoint: Any, tmp_path: Path) -> None:
+    makers: dict[str, Callable[[], SavePlanner]] = {
+        "no offsets": lambda: _Changed(_without_offset),
+        "of its own": _Own,
+    }
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"checksums": True},
+        {"check_replicas": True},
+        {"enable_consolidation": False},
+    )
+    for number, options in enumerate(kinds):
+        save(checkpoint, STATE, tmp_path / f"{number}", **options)
+        for what, make in makers.items():
+            where, folder = f"{what}, {options}", tmp_path / f"{what} {number}"
+            with succeeds("a save and a load", where=where):
+                save(checkpoint, STATE, folder, planner=make(), **options)
+                assert_loads(checkpoint, folder, STATE)
+            found, wanted = (sorted(path.iterdir()) for path in (folder, tmp_path / f"{number}"))
+            assert_equal([path.name for path in found], [path.name for path in wanted], where=f"{where}: files")
+            for one, other in zip(found, wanted, strict=True):
+                assert_same_bytes(one, other.read_bytes(), where=f"{where}: {one.name}")
+
+
+class _Placeholder(DefaultSavePlanner):
+    """Gives nothing for a plan that it says it gave before, and knows the plan of all ranks."""
+
+    global_plan: list[SavePlan] = []  # noqa: RUF012
+
+    def create_local_plan(self) -> SavePlan:
+        self.global_plan = [super().create_local_plan()]
+        return SavePlan([], usable=False)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return super().create_global_plan(self.global_plan)
+
+
+class _OfTwoSizes(Tiled):
+    """Says of its second part that the whole is longer."""
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        items = super().__create_write_items__(fqn, object)
+        data = items[1].tensor_data
+        assert data is not None
+        return [items[0], replace(items[1], tensor_data=replace(data, size=torch.Size([9])))]
+
+
+def _halves(kind: type[Tiled]) -> Tiled:
+    made: Any = Tiled.of((4,), {(0,): torch.ones(2), (2,): torch.zeros(2)}, torch.float32)
+    made.__class__ = kind
+    result: Tiled = made
+    return result
+
+
+@requirement(
+    "CKPT-770",
+    "Plans that cannot be stored MUST be refused by name: an item that says nothing of its tensor, parts of one tensor "
+    "that disagree about its size, several parts in a shard file, and replicas of which nothing is known.",
+)
+def test_plans_that_cannot_be_stored(checkpoint: Any, tmp_path: Path) -> None:
+    cases: dict[str, tuple[Any, SavePlanner | None, dict[str, Any], type[TwinproofError], str]] = {
+        "no tensor data": (
+            STATE["w"],
+            _Changed(lambda item: replace(item, tensor_data=None)),
+            {},
+            UnsupportedError,
+            "tensors only",
+        ),
+        "two sizes": (_halves(_OfTwoSizes), None, {}, PlanError, "disagree about a tensor"),
+        "two parts": (_halves(Tiled), None, {"enable_consolidation": False}, PlanError, "one chunk of a tensor"),
+        "a placeholder": (STATE["w"], _Placeholder(), {"check_replicas": True}, PlanError, "replicas of this rank"),
+    }
+    for where, (value, planner, options, error, said) in cases.items():
+        with raises(error, mentions=(said,), where=where):
+            save(checkpoint, {"w": value}, tmp_path / "ck", planner=planner, **options)
+        assert_equal(list(tmp_path.iterdir()), [], where=f"what is left after {where}")
+    for where, options in (("parts", {}), ("a mapping", {"fqn_to_index_mapping": {"w": 1}})):
+        with succeeds("a save", where=where):
+            save(checkpoint, {"w": _halves(Tiled)}, tmp_path / where, **options)
+        assert_same_bytes(tmp_path / where / FILE, oracle({"w": torch.tensor([1.0, 1, 0, 0])}, PT), where=where)
+
+
+def _without_dense_memory(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    zeros = torch.zeros(3, 4, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*quantized tensor creation|Sparse CSR")
+        return {
+            "sparse": zeros.to_sparse(),
+            "rows": zeros.to_sparse_csr(),
+            "quantized": torch.quantize_per_tensor(zeros.float(), 0.1, 0, torch.qint8),
+        }
+
+
+@requirement(
+    "CKPT-771",
+    "A target without dense memory MUST be refused by name before anything is filled, sparse or quantized, by a load "
+    "that converts too, and by the reader of quantized weights.",
+)
+@pytest.mark.parametrize("kind", ["plain", "cast", "weights"])
+def test_targets_without_dense_memory(checkpoint: Any, tmp_path: Path, kind: str) -> None:
+    values = {"w.weight": torch.ones(3, 4).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1)}
+    state = values if kind == "weights" else {"w.weight": torch.ones(3, 4)}
+    checkpoint.save_file({**state, "other": torch.ones(2)}, tmp_path / "f.safetensors")
+    for dtype in (torch.float32, torch.float64) if kind == "cast" else (torch.float32,):
+        for where, target in _without_dense_memory(dtype).items():
+            if kind == "weights":
+                reader = checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "f.safetensors")
+            else:
+                reader = checkpoint.HuggingFaceStorageReader(tmp_path / "f.safetensors", cast=kind == "cast")
+            other = torch.zeros(2)
+            is_no_float = kind == "weights" and where == "quantized"
+            said = "is read as floating point" if is_no_float else "without dense memory"
+            with raises(UnsupportedError, mentions=(said, "w.weight"), where=f"{where} of {dtype}"):
+                load_with(reader, {"other": other, "w.weight": target})
+            assert_same_tensor(other, torch.zeros(2), where=f"another target beside {where}")
+
+
+@requirement(
+    "CKPT-772",
+    "HuggingFaceLoadPlanner MUST load what torch's format holds beside tensors as torch's planner does, into a target "
+    "that is a tensor too, and a checkpoint's scales that no values go with MUST be read as they are.",
+)
+def test_what_is_no_tensor(checkpoint: Any, tmp_path: Path) -> None:
+    with alone():
+        dcp.save({"w": torch.ones(2), "n": 5}, checkpoint_id=tmp_path / "torch")
+    target: Any
+    for target in (0, "text", torch.zeros(3)):
+        state = {"w": torch.zeros(2), "n": target}
+        with alone(), succeeds("a load", where=f"into {target!r}"):
+            dcp.load(state, checkpoint_id=tmp_path / "torch", planner=checkpoint.HuggingFaceLoadPlanner())
+        assert_same_tensor(state["w"], torch.ones(2), where=f"w beside {target!r}")
+        assert_equal(state["n"], 5, where=f"n into {target!r}")
+    for target in (5, "text", [torch.zeros(2)]):
+        with (
+            raises(ValueError, mentions=("Invalid checkpoint metadata", "for w"), where=f"a tensor into {target!r}"),
+            alone(),
+        ):
+            planner = checkpoint.HuggingFaceLoadPlanner(flatten_state_dict=False)
+            dcp.load({"w": target}, checkpoint_id=tmp_path / "torch", planner=planner)
+    scales = {"x_scales": torch.arange(2, dtype=torch.uint8), "y.weight_scale_inv": torch.ones(2), "z": torch.ones(1)}
+    checkpoint.save_file(scales, tmp_path / "f.safetensors")
+    targets = {name: zeros_like(value) for name, value in scales.items()}
+    with succeeds("a load", where="scales alone"):
+        load_with(checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "f.safetensors"), targets)
+    assert_same_tensors(targets, scales, where="scales alone")
+
+
+@requirement(
+    "CKPT-773",
+    "What a reader found MUST be looked up by name and offset as in any mapping: no offset is that of the first part, "
+    "and an unknown name or offset is none.",
+)
+def test_lookups(checkpoint: Any, tmp_path: Path) -> None:
+    save(checkpoint, STATE, tmp_path / "ck")
+    found = load(checkpoint, {name: zeros_like(value) for name, value in STATE.items()}, tmp_path / "ck").storage_data
+    for name, value in STATE.items():
+        zeros = (0,) * value.dim()
+        for at in (None, zeros, torch.Size(zeros), list(zeros)):
+            index: Any = MetadataIndex(name)
+            index = index if at is None else replace(index, offset=at)
+            with succeeds("a look-up", where=f"{name} at {at}"):
+                chunk = found[index]
+            assert_equal((chunk.shape, chunk.dtype), (tuple(value.shape), value.dtype), where=f"{name} at {at}")
+            assert_equal((tmp_path / "ck" / FILE).samefile(chunk.relative_path), True, where=f"file of {name}")
+    for index in (MetadataIndex("x"), MetadataIndex("w", (1, 0)), MetadataIndex("w", (0,)), MetadataIndex("s", (1,))):
+        with raises(KeyError, mentions=(index.fqn,), where=str(index)):
+            found[index]
+        assert_equal((found.get(index), index in found), (None, False), where=str(index))
+    assert_equal({index.fqn for index in found}, set(STATE), where="names")
+
+
+@requirement(
+    "CKPT-774",
+    "A file whose name begins with two dots MUST be refused as a member of an index, and a hidden file in the folder "
+    "of a save MUST neither keep it out nor be touched by it.",
+)
+def test_names_with_dots(checkpoint: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    for name in ("..safetensors", "...safetensors", "..x.safetensors", ".x.safetensors", "x..safetensors"):
+        checkpoint.save_file(STATE, folder / name)
+        (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(STATE, name)}))
+        if name.startswith(".."):
+            with raises(FormatError, mentions=("outside its folder", name), where=name):
+                load(checkpoint, {name: zeros_like(value) for name, value in STATE.items()}, folder)
+        else:
+            with succeeds("a load", where=name):
+                assert_loads(checkpoint, folder, STATE)
+    for options in ({"enable_consolidation": False}, {"single_file": True}, {}):
+        target = tmp_path / str(len(options) and next(iter(options)))
+        target.mkdir()
+        (target / ".x.safetensors").write_bytes(b"1")
+        with succeeds("a save", where=f"beside a hidden file, {options}"):
+            save(checkpoint, STATE, target, **options)
+            assert_loads(checkpoint, target, STATE)
+        assert_same_bytes(target / ".x.safetensors", b"1", where=f"the hidden file, {options}")
