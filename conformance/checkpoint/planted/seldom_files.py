@@ -1,0 +1,126 @@
+"""Faults that ``test_seldom_files`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+_CATALOG = "twinproof.checkpoint.catalog"
+_FORMAT = "twinproof.checkpoint.format"
+_PUBLISH = "twinproof.checkpoint.publish"
+_READ = "fastimpl.checkpoint.readio"
+_BLOCK = "fastimpl.checkpoint.blockio"
+
+any_pieces_make_a_sum = patched(
+    "Whatever pieces there are make the sum of a tensor.",
+    mutated(f"{_CATALOG}:sums_of", "[part[2:4] for part in pieces] != [(0, size_bytes)]", "not pieces"),
+    kills="CKPT-776",
+)
+last_sum_counts = patched(
+    "Of bytes that were summed twice the last sum counts.",
+    mutated(f"{_CATALOG}:sums_of", "for part in pieces] != [", "for part in pieces[-1:]] != ["),
+    kills="CKPT-776",
+)
+empty_pieces_count = patched(
+    "A piece without bytes takes the place of one with bytes.",
+    mutated(f"{_CATALOG}:sums_of", " for part in parts if part.size_bytes", " for part in parts"),
+    kills="CKPT-776",
+)
+names_need_folders = patched(
+    "A file cannot be written to a name without a folder.",
+    mutated(f"{_PUBLISH}:write_file", 'os.path.dirname(path) or "."', "os.path.dirname(path)"),
+    kills="CKPT-777",
+)
+all_errors_are_of_files = patched(
+    "Whatever fails is told as an error of the file system.",
+    mutated(f"{_PUBLISH}:write_file", "if isinstance(error, OSError):", "if True:"),
+    kills="CKPT-777",
+)
+working_folder_needed = patched(
+    "A save fails where the working folder is gone.",
+    mutated(f"{_PUBLISH}:_works_in", "except FileNotFoundError:", "except ():"),
+    kills="CKPT-777",
+)
+links_followed = patched(
+    "What a copied link leads to is synced.",
+    mutated(f"{_PUBLISH}:_carry", "if stat.S_ISREG(target.lstat().st_mode):", "if True:"),
+    kills="CKPT-778",
+)
+any_refusal_is_copied = patched(
+    "Files are copied whatever keeps them from a second name.",
+    mutated(f"{_PUBLISH}:_carry", "if error.errno not in _NO_LINK:", "if False:"),
+    kills="CKPT-778",
+)
+cut_headers_parsed = patched(
+    "A header that was cut short while it was read is parsed.",
+    mutated(f"{_FORMAT}:read_header", "if len(raw) != length:", "if False:"),
+    kills="CKPT-779",
+)
+no_tensors_no_file = patched(
+    "A state without tensors that is split by size has no file.",
+    mutated(
+        "twinproof.checkpoint.plan:assign_files", "parse_size(max_shard_size)) or [[]]", "parse_size(max_shard_size))"
+    ),
+    kills="CKPT-780",
+)
+bare_errors_of_reads = patched(
+    "A read that fails is an error without a file.",
+    mutated(f"{_READ}:read_exactly", "except OSError as error:", "except () as error:"),
+    kills="CKPT-785",
+    of="fastimpl",
+)
+failing_columns_are_short = patched(
+    "A read of columns that fails passes.",
+    mutated(f"{_READ}:_fill_by_window", "if status > 0:", "if False:"),
+    kills="CKPT-785",
+    of="fastimpl",
+)
+bare_errors_of_opening = patched(
+    "A file that cannot be opened is an error that does not say what failed.",
+    mutated(f"{_READ}:_File.opened", "except OSError as error:", "except () as error:"),
+    kills="CKPT-785",
+    of="fastimpl",
+)
+bare_errors_of_merges = patched(
+    "An input that cannot be opened is an error that does not say what failed.",
+    mutated("fastimpl.checkpoint.consolidate:_Inputs.descriptor", "except OSError as error:", "except () as error:"),
+    kills="CKPT-786",
+    of="fastimpl",
+)
+probe_fails_a_save = patched(
+    "A save fails where files have no random access.",
+    mutated("fastimpl.checkpoint.writer:_has_random_access", "if error.errno in _NO_RANDOM_ACCESS:", "if False:"),
+    kills="CKPT-787",
+    of="fastimpl",
+)
+writes_of_nothing_pass = patched(
+    "A write of nothing passes for one of everything.",
+    mutated(
+        f"{_BLOCK}:write_at",
+        'raise OSError(errno.EIO, "the file system wrote nothing")',
+        "break",
+    ),
+    kills="CKPT-787",
+    of="fastimpl",
+)
+threads_need_no_start = patched(
+    "A thread that does not start is passed over.",
+    mutated(
+        "fastimpl.checkpoint.run:Runner.run",
+        "        self._fail(error)\n    self._rounds",
+        "        pass\n    self._rounds",
+    ),
+    kills="CKPT-788",
+    of="fastimpl",
+)
+memory_is_not_needed = patched(
+    "Copies that get no memory are passed over.",
+    mutated("fastimpl.checkpoint.run:Runner._stage", "self._fail(error)", "pass"),
+    kills="CKPT-788",
+    of="fastimpl",
+)
+a_call_for_each_tensor = patched(
+    "A block of many tensors is written in several calls.",
+    mutated(f"{_BLOCK}:_zero_copy", "len(large) > _IOV_MAX // 2 or ", ""),
+    kills="CKPT-789",
+    of="fastimpl",
+)

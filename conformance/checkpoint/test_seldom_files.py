@@ -1,0 +1,349 @@
+"""Files and folders as saves and loads seldom find them: replaced, gone, cut short, on systems that lack something."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from conformance.checkpoint.cases import (
+    FILE,
+    PT,
+    assert_folder,
+    assert_loads,
+    load,
+    oracle,
+    random_bits,
+    save,
+    save_with,
+    tiled,
+)
+from conformance.harness import (
+    assert_equal,
+    assert_same_bytes,
+    assert_same_tensors,
+    raises,
+    requirement,
+    succeeds,
+)
+from twinproof.checkpoint import catalog
+from twinproof.checkpoint.catalog import Part
+from twinproof.errors import FormatError, PlanError, StorageError
+
+STATE = {"w": torch.arange(6.0).view(2, 3), "s": torch.tensor(3)}
+
+
+@requirement(
+    "CKPT-776",
+    "Sums of pieces MUST make the sum of a tensor only where they are of each of its bytes once; pieces without bytes "
+    "count for nothing, wherever they are said to lie, and a tensor without bytes needs none.",
+)
+def test_sums_of_pieces() -> None:
+    content = bytes(range(1, 13))
+
+    def part(first: int, last: int, begin: int = 8, file: str = "f") -> Part:
+        piece = torch.frombuffer(bytearray(content[first:last] or b"-"), dtype=torch.uint8)
+        return Part(file, begin, first, last - first, catalog.crc32(piece) if last > first else 0)
+
+    whole = catalog.crc32(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    places = {"w": ("f", 8, 12), "e": ("f", 8, 0)}
+    right: dict[str, list[Part]] = {
+        "one piece": [part(0, 12)],
+        "three pieces": [part(7, 12), part(0, 3), part(3, 7)],
+        "pieces without bytes": [part(0, 12), part(5, 5), part(0, 0), part(12, 12), part(2, 2, file="g")],
+    }
+    for where, parts in right.items():
+        with succeeds("sums", where=where):
+            found = catalog.sums_of(places, parts)
+        assert_equal(found, {"w": whole, "e": 0}, where=where)
+    wrong: dict[str, list[Part]] = {
+        "none": [],
+        "another file": [part(0, 12, file="g")],
+        "another place": [part(0, 12, begin=20)],
+        "no first byte": [part(1, 12)],
+        "no last byte": [part(0, 11)],
+        "a gap": [part(0, 4), part(5, 12)],
+        "some twice": [part(0, 8), part(4, 12)],
+        "all twice": [part(0, 12), part(0, 12)],
+    }
+    for where, parts in wrong.items():
+        with raises(PlanError, mentions=("not every byte was summed once", "12 bytes", "where: w"), where=where):
+            catalog.sums_of(places, parts)
+
+
+def _fails(*_: object) -> None:
+    raise ZeroDivisionError("a failure of no file system")
+
+
+@requirement(
+    "CKPT-777",
+    "A file MUST be written to a name without a folder, and saves go on where the working folder is gone; where "
+    "anything at all fails, the old file MUST stay, with nothing beside it, and the error be as it was.",
+)
+def test_single_files(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("f.safetensors", "./g.safetensors"):
+        with succeeds("a save and a load", where=name):
+            checkpoint.save_file(STATE, name)
+            found = checkpoint.load_file(name)
+        assert_same_tensors(found, STATE, where=name)
+    monkeypatch.setattr(os, "fsync", _fails)
+    for where in ("f.safetensors", "new.safetensors"):
+        with raises(ZeroDivisionError, mentions=("no file system",), where=where):
+            checkpoint.save_file({"w": torch.ones(9)}, tmp_path / where)
+    monkeypatch.undo()
+    assert_same_tensors(checkpoint.load_file(tmp_path / "f.safetensors"), STATE, where="the old file")
+    assert_equal(sorted(os.listdir(tmp_path)), ["f.safetensors", "g.safetensors"], where="what is there")
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with succeeds("saves", where="no working folder"):
+        for state in ({"w": torch.ones(2)}, STATE):
+            save(checkpoint, state, tmp_path / "ck")
+            checkpoint.save_file(state, tmp_path / "f.safetensors")
+    assert_loads(checkpoint, tmp_path / "ck", STATE)
+    assert_same_tensors(checkpoint.load_file(tmp_path / "f.safetensors"), STATE, where="a file")
+
+
+@requirement(
+    "CKPT-778",
+    "Where a link of others in a checkpoint's folder cannot have a second name, it MUST stay the link that it is, one "
+    "to nothing too; an error that says something else MUST end the save, and leave the old checkpoint.",
+)
+def test_links_of_others(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, codes = tmp_path / "ck", [errno.EPERM, errno.EXDEV, errno.ENOSPC]
+    save(checkpoint, {"w": torch.ones(2)}, folder)
+    (folder / "notes.txt").write_text("of others")
+    (folder / "to nothing").symlink_to("absent")
+    (folder / "to notes").symlink_to("notes.txt")
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(codes[0], os.strerror(codes[0]))
+
+    monkeypatch.setattr(os, "link", refused)
+    for _ in range(2):
+        with succeeds("a save", where=os.strerror(codes[0])):
+            save(checkpoint, STATE, folder, durable=True)
+        links = {name: os.readlink(folder / name) for name in ("to nothing", "to notes")}
+        assert_equal(links, {"to nothing": "absent", "to notes": "notes.txt"}, where="links")
+        assert_same_bytes(folder / "notes.txt", b"of others", where="a file")
+        del codes[0]
+    with raises(StorageError, mentions=("ENOSPC", "publishing"), where="no space"):
+        save(checkpoint, {"w": torch.ones(2)}, folder)
+    assert_loads(checkpoint, folder, STATE)
+    assert_equal(os.listdir(tmp_path), ["ck"], where="what is left")
+
+
+@requirement("CKPT-779", "A file that becomes shorter while its header is read MUST be refused by name.")
+def test_headers_cut_while_read(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read = tmp_path / "f.safetensors", os.pread
+    checkpoint.save_file(STATE, path)
+    content = path.read_bytes()
+
+    def shorter(descriptor: int, size_bytes: int, offset: int) -> bytes:
+        found = read(descriptor, size_bytes, offset)
+        if offset == 0:
+            os.truncate(path, left_bytes)
+        return found
+
+    for left_bytes in (8, 9, 60):
+        path.write_bytes(content)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pread", shorter)
+            with raises(
+                FormatError, mentions=("cut short", f"got: {left_bytes - 8}", path.name), where=f"{left_bytes}"
+            ):
+                checkpoint.load_file(path)
+
+
+@requirement(
+    "CKPT-780",
+    "A state without tensors MUST be saved as one file without tensors under every rule for the files, and loaded "
+    "and verified as one.",
+)
+def test_no_tensors(checkpoint: Any, tmp_path: Path) -> None:
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"max_shard_size": 1},
+        {"max_shard_size": "5GB", "checksums": True},
+        {"fqn_to_index_mapping": {}},
+    )
+    for number, options in enumerate(kinds):
+        folder = tmp_path / f"{number}"
+        with succeeds("a save and a load", where=str(options)):
+            save(checkpoint, {}, folder, **options)
+            load(checkpoint, {}, folder)
+            catalog.verify(folder)
+        assert_folder(folder, {FILE: []}, {}, has_sums="checksums" in options)
+
+
+class _Meanwhile(DefaultLoadPlanner):
+    """Does something when the load is planned, and nothing is read yet."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self.action = action
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        self.action()
+        target: torch.Tensor = super().resolve_tensor(read_item)
+        return target
+
+
+@requirement(
+    "CKPT-785",
+    "A file that is gone, or a folder by now, when it is read MUST be an error that names the file and what the system "
+    "says: read whole, by columns, or converted; and an input of a merge too.",
+    needs=("ranged_reads",),
+)
+def test_gone_before_it_is_read(checkpoint: Any, tmp_path: Path) -> None:
+    whole = random_bits(torch.float32, (64, 8), 1)
+    half = tiled(whole, [((0, 0), (64, 4)), ((0, 4), (64, 4))], 0, 2, fill=False)
+    targets: dict[str, Any] = {
+        "whole": torch.zeros(64, 8),
+        "by columns": half,
+        "converted": torch.zeros(64, 8, dtype=torch.float64),
+    }
+    path = tmp_path / "ck" / FILE
+
+    def to_folder() -> None:
+        path.unlink(missing_ok=True)
+        path.mkdir(exist_ok=True)
+
+    cases: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
+        "gone": (lambda: path.unlink(missing_ok=True), ("opening failed", "ENOENT", FILE)),
+        "a folder": (to_folder, ("reading failed", "EISDIR", FILE)),
+    }
+    for what, (action, said) in cases.items():
+        for where, target in targets.items():
+            shutil.rmtree(tmp_path / "ck", ignore_errors=True)
+            save(checkpoint, {"w": whole}, tmp_path / "ck")
+            with raises(StorageError, mentions=said, where=f"{what}, {where}"):
+                load(checkpoint, {"w": target}, tmp_path / "ck", planner=_Meanwhile(action), cast=True)
+
+
+@requirement(
+    "CKPT-786",
+    "A merge whose input goes before it is opened MUST be an error that names the file, with nothing made.",
+    needs=("counted_io",),
+)
+def test_gone_while_merged(checkpoint: Any, tmp_path: Path) -> None:
+    from fastimpl.checkpoint.consolidate import consolidate_with_progress
+
+    state = {name: random_bits(torch.uint8, (3 << 20,), seed) for seed, name in enumerate("ab")}
+    mapping = {"a": 1, "b": 2}
+    save(checkpoint, state, tmp_path / "shards", enable_consolidation=False, fqn_to_index_mapping=mapping)
+    last = max((tmp_path / "shards").iterdir())
+
+    def goes(done_bytes: int, total_bytes: int) -> None:
+        last.unlink(missing_ok=True)
+
+    with raises(StorageError, mentions=("opening failed", "ENOENT", last.name), where="gone"):
+        consolidate_with_progress(tmp_path / "shards", tmp_path / "out", mapping, num_threads=1, progress=goes)
+    assert_equal(os.listdir(tmp_path), ["shards"], where="what is there")
+
+
+def _refuses(code: int) -> Callable[..., int]:
+    def call(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@requirement(
+    "CKPT-787",
+    "Where files cannot be written at any place but their end a save MUST write them from front to back, and fail by "
+    "name if told to do otherwise; any other error, and writes of nothing, MUST be errors that name the file.",
+    needs=("counted_io",),
+)
+def test_systems_without_random_access(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"{n}": random_bits(torch.float32, (40 + n,), n) for n in range(5)}
+    codes = (errno.ESPIPE, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+    for code in codes:
+        folder, name = tmp_path / f"{code}", errno.errorcode[code]
+        with monkeypatch.context() as patch:
+            for call in ("pwrite", "pwritev"):
+                patch.setattr(os, call, _refuses(code))
+            with succeeds("a save", where=name):
+                save(checkpoint, state, folder, block_bytes=64)
+            with raises(StorageError, mentions=("writing failed", FILE), where=f"{name}, at places"):
+                save(checkpoint, state, tmp_path / "random", block_bytes=64, write_mode="random")
+        assert_same_bytes(folder / FILE, oracle(state, PT), where=name)
+    with monkeypatch.context() as patch, raises(OSError, mentions=("quota",), where="the probe fails"):
+        patch.setattr(os, "pwrite", _refuses(errno.EDQUOT))
+        save(checkpoint, state, tmp_path / "random")
+    for mode, call in (("random", "pwritev"), ("sequential", "writev")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, lambda *_: 0)
+            with raises(StorageError, mentions=("wrote nothing", "EIO", FILE), where=f"{call} of nothing"):
+                save(checkpoint, state, tmp_path / "random", write_mode=mode)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert_equal(left, sorted(f"{code}" for code in set(codes)), where="what is left")
+
+
+class _NoThread(threading.Thread):
+    """Of a system that has no more threads for writes."""
+
+    def start(self) -> None:
+        if self.name.startswith("checkpoint-write"):
+            raise RuntimeError("can't start new thread")
+        super().start()
+
+
+class _NoMemory:
+    """Copies for which a thread gets no memory."""
+
+    def of_thread(self) -> Any:
+        raise MemoryError("no pinned memory")
+
+
+@requirement(
+    "CKPT-788",
+    "A save whose threads cannot start, or whose copies from a device get no memory, MUST raise what failed and leave "
+    "nothing; the next one MUST succeed.",
+    needs=("counted_io",),
+)
+def test_no_threads(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"{n}": random_bits(torch.float32, (400,), n) for n in range(8)}
+    options = {"block_bytes": 256, "thread_count": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", _NoThread)
+        with raises(RuntimeError, mentions=("new thread",), where="no thread"):
+            save(checkpoint, state, tmp_path / "ck", **options)
+    assert_equal(list(tmp_path.iterdir()), [], where="what is left without threads")
+    for thread_count in (1, 3):
+        writer = checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", **{**options, "thread_count": thread_count})
+        writer.choose_copies = lambda _: _NoMemory()
+        with raises(MemoryError, mentions=("pinned memory",), where="no memory"):
+            save_with(writer, state)
+        assert_equal(list(tmp_path.iterdir()), [], where="what is left without memory")
+    with succeeds("a save", where="the next one"):
+        save(checkpoint, state, tmp_path / "ck", **options)
+    assert_same_bytes(tmp_path / "ck" / FILE, oracle(state, PT), where="the next one")
+
+
+@requirement(
+    "CKPT-789",
+    "A block of more tensors than one call of the system takes MUST still be written in one call.",
+    needs=("counted_io",),
+)
+def test_many_tensors_in_a_block(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastimpl.checkpoint import blockio
+
+    monkeypatch.setattr(blockio, "_IOV_MAX", 4)
+    monkeypatch.setattr(blockio, "_ZERO_COPY_BYTES", 64)
+    for count in (1, 2, 3, 7):
+        state = {f"{n}": random_bits(torch.float32, (200 + n,), n) for n in range(count)}
+        writer = save(checkpoint, state, tmp_path / f"{count}")
+        assert_same_bytes(tmp_path / f"{count}" / FILE, oracle(state, PT), where=f"{count} tensors")
+        assert_equal(writer.stats.write_count, 1, where=f"calls for {count} tensors")
