@@ -1,0 +1,76 @@
+"""Faults that ``test_seldom_ranks`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+_PLAN = "twinproof.checkpoint.plan"
+_DCP = "twinproof.checkpoint.dcp"
+_EXCHANGE = "fastimpl.checkpoint.exchange:Exchange"
+
+every_dimension_is_strided = patched(
+    "A strided shard cuts every dimension.",
+    mutated(f"{_PLAN}:_is_strided", " and placement.dim == dim", ""),
+    kills="CKPT-775",
+)
+plain_shards_beside_strided = patched(
+    "Of a tensor with a strided shard the other shards are left out.",
+    mutated(f"{_PLAN}:_indices", "not placement.is_shard(dim) and not", "not"),
+    kills="CKPT-775",
+)
+others_beside_packed = patched(
+    "Other tensors than the packed ones are left out of a save.",
+    mutated(
+        f"{_PLAN}:HuggingFaceSavePlanner.create_local_plan",
+        "[item for item in plan.items if item.index.fqn not in packed]",
+        "list[WriteItem]()",
+    ),
+    kills="CKPT-775",
+)
+sharded_tensors_shared = patched(
+    "An asynchronous save stores what a ShardedTensor holds later.",
+    mutated(f"{_PLAN}:_copied", 'copy.deepcopy(value) if value.device.type == "cpu" else value.cpu()', "value"),
+    kills="CKPT-781",
+)
+quantized_tensors_copied = patched(
+    "Quantized tensors are copied, though no file holds them.",
+    mutated(f"{_PLAN}:_copied", " or value.is_quantized", ""),
+    kills="CKPT-781",
+)
+any_group_saves = patched(
+    "A writer's group may be of any ranks.",
+    mutated(
+        f"{_DCP}:HuggingFaceStorageWriter.prepare_global_plan",
+        "self.group is None or dist.get_world_size(self.group) != len(plans)",
+        "self.group is None",
+    ),
+    kills="CKPT-782",
+)
+writers_end_groups_twice = patched(
+    "A writer ends its group though all have ended.",
+    mutated(f"{_DCP}:HuggingFaceStorageWriter.close", " and dist.is_initialized()", ""),
+    kills="CKPT-783",
+)
+managers_end_groups_twice = patched(
+    "A manager ends its group though all have ended.",
+    mutated("twinproof.checkpoint.manager:CheckpointManager.close", " and dist.is_initialized()", ""),
+    kills="CKPT-783",
+)
+failing_posts_forgotten = patched(
+    "A message that cannot be sent is forgotten.",
+    mutated(f"{_EXCHANGE}._post", "current.failure = current.failure or error", "pass"),
+    kills="CKPT-784",
+    of="fastimpl",
+)
+lost_answers_forgotten = patched(
+    "A message that does not arrive is told as one of a rank that has failed.",
+    mutated(f"{_EXCHANGE}.finish", "failure = failure or DistributedError(", "DistributedError("),
+    kills="CKPT-784",
+    of="fastimpl",
+)
+failed_senders_forgotten = patched(
+    "What a rank sends that has failed is taken for what was asked of it.",
+    mutated(f"{_EXCHANGE}.finish", "if failure is None and failed:", "if False:"),
+    kills="CKPT-784",
+    of="fastimpl",
+)

@@ -1,0 +1,262 @@
+"""Ranks as saves seldom find them: unusual shards, groups of other ranks, ends of groups, broken connections."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from conformance.checkpoint.cases import (
+    FILE,
+    PT,
+    load_ranks,
+    mesh_of,
+    oracle,
+    random_bits,
+    save_ranks,
+    zeros_like,
+)
+from conformance.checkpoint.trainer import Trainer
+from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, raises, requirement, succeeds
+from conformance.harness.raising import errors_inside
+from conformance.provers.ranks import RankPool
+from twinproof.errors import ConfigError
+
+
+def _shares(full: torch.Tensor, mesh: list[int], where: tuple[int, ...], places: list[Placement]) -> torch.Tensor:
+    """What a rank has of a tensor: each placement's share of every block that the ones before it leave."""
+    for size, at, place in zip(mesh, where, places, strict=True):
+        if isinstance(place, Replicate):
+            continue
+        dim = getattr(place, "dim", 0)
+        parts = torch.chunk(full, getattr(place, "split_factor", 1), dim)
+        mine = [share for part in parts for share in torch.chunk(part, size, dim)[at : at + 1]]
+        full = torch.cat(mine, dim) if mine else full.narrow(dim, 0, 0)
+    return full.contiguous()
+
+
+def _strided(dim: int, factor: int) -> Placement:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    made: Placement = _StridedShard(dim, split_factor=factor)
+    return made
+
+
+# Shape, mesh, and for each mesh dimension a placement, or (dimension, split factor) of a strided shard.
+_STRIDED: dict[str, tuple[list[int], list[int], list[Any]]] = {
+    "columns, then rows in blocks": ([12, 6], [2, 2], [Shard(1), (0, 3)]),
+    "rows in blocks, then columns": ([12, 6], [2, 2], [(0, 3), Shard(1)]),
+    "blocks of both": ([8, 12], [2, 2], [(0, 2), (1, 3)]),
+    "copies of blocks": ([12, 3], [2, 2], [Replicate(), (0, 3)]),
+    "rows, then blocks of them": ([16, 3], [2, 2], [Shard(0), (0, 2)]),
+    "blocks, then rows of them": ([16, 3], [2, 2], [(0, 2), Shard(0)]),
+    "blocks of fewer rows than ranks": ([6, 2], [4], [(0, 2)]),
+    "no rows": ([0, 2], [4], [(0, 2)]),
+    "blocks of blocks": ([7, 2], [2, 2], [(0, 2), (0, 3)]),
+}
+
+
+def _save_strided(rank: Rank, path: str, name: str) -> None:
+    shape, mesh, told = _STRIDED[name]
+    places = [place if isinstance(place, Placement) else _strided(*place) for place in told]
+    full, others = random_bits(torch.float32, shape, 3), {"b": random_bits(torch.int16, (5,), 4)}
+    made = mesh_of(rank, mesh)
+    where = made.get_coordinate()
+    assert where is not None
+    local = _shares(full, mesh, tuple(where), places)
+    value, target = (
+        DTensor.from_local(each, made, places, shape=full.shape, stride=full.stride(), run_check=False)
+        for each in (local, zeros_like(local))
+    )
+    checkpoint, targets = rank.component("checkpoint"), {"b": torch.zeros(5, dtype=torch.int16), "w": target}
+    with succeeds("a save and a load", where=f"{name}, rank {rank.rank}"):
+        save_ranks(rank, {"w": value, **others}, Path(path), planner=checkpoint.HuggingFaceSavePlanner())
+        load_ranks(rank, targets, Path(path), planner=checkpoint.HuggingFaceLoadPlanner())
+    assert_same_tensor(target.to_local(), local, where=f"{name}, rank {rank.rank}")
+    assert_same_tensor(targets["b"], others["b"], where=f"beside {name}, rank {rank.rank}")
+
+
+@requirement(
+    "CKPT-775",
+    "Packed strided shards MUST be saved and loaded right together with shards of other dimensions, or of the same, "
+    "with copies, beside other tensors, and where some ranks have nothing.",
+)
+def test_mixed_strided_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for number, (name, (shape, _, _)) in enumerate(_STRIDED.items()):
+        rank_pool.run(_save_strided, 4, str(tmp_path / f"{number}"), name)
+        state = {"w": random_bits(torch.float32, shape, 3), "b": random_bits(torch.int16, (5,), 4)}
+        assert_same_bytes(tmp_path / f"{number}" / FILE, oracle(state, PT), where=name)
+
+
+def _save_sharded_later(rank: Rank, path: str) -> None:
+    checkpoint, full = rank.component("checkpoint"), torch.arange(12.0).view(4, 3)
+    mine = LocalShard.from_tensor_and_offsets(full[2 * rank.rank :][:2].clone(), [2 * rank.rank, 0], rank.rank)
+    state = {"w": init_from_local_shards([mine], 4, 3)}
+    group = dist.new_group(backend="gloo")
+    with checkpoint.HuggingFaceStorageWriter(path) as writer, succeeds("a save", where=f"rank {rank.rank}"):
+        future: Any = dcp.async_save(state, storage_writer=writer, process_group=group)
+        mine.tensor.fill_(-1)
+        future.result()
+        for name, value in _not_stored().items():
+            assert_equal(writer.stage({name: value})[name] is value, True, where=f"a {name} tensor is handed on")
+    dist.destroy_process_group(group)
+
+
+def _not_stored() -> dict[str, torch.Tensor]:
+    sparse, meta = torch.eye(3).to_sparse(), torch.empty(2, device="meta")
+    return {"sparse": sparse, "meta": meta, "quantized": torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)}
+
+
+@requirement(
+    "CKPT-781",
+    "An asynchronous save of torch's ShardedTensor MUST store the values of the call, whatever comes later; tensors "
+    "that no file holds MUST be handed on as they are, not copied.",
+)
+def test_sharded_tensors_later(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_sharded_later, 2, str(tmp_path / "ck"))
+    assert_same_bytes(tmp_path / "ck" / FILE, oracle({"w": torch.arange(12.0).view(4, 3)}, PT), where="w")
+
+
+def _save_in_another_group(rank: Rank, path: str) -> None:
+    checkpoint = rank.component("checkpoint")
+    pair = dist.new_group([0, 1], backend="gloo")
+    writer = checkpoint.HuggingFaceStorageWriter(path, process_group=pair)
+    said = ("exactly the ranks that save", "got: 2 ranks", "expected: 3 ranks")
+    with raises(ConfigError, mentions=said, where=f"rank {rank.rank}"):
+        dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+    writer.close()
+    if rank.rank < 2:
+        with succeeds("a save", where=f"of two ranks, rank {rank.rank}"):
+            writer = checkpoint.HuggingFaceStorageWriter(path, process_group=pair)
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, process_group=pair)
+    dist.barrier()
+
+
+@requirement(
+    "CKPT-782",
+    "A writer whose group holds other ranks than those that save MUST be refused on all of them, with both numbers, "
+    "and nothing be made; the ranks of the group alone can save with it.",
+)
+def test_writers_of_other_groups(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_in_another_group, 3, str(tmp_path / "ck"))
+    assert_same_bytes(tmp_path / "ck" / FILE, oracle({"w": torch.ones(2)}, PT), where="by two ranks")
+    assert_equal(os.listdir(tmp_path), ["ck"], where="what is there")
+
+
+def _close_last(rank: Rank, path: str) -> None:
+    checkpoint, trainer = rank.component("checkpoint"), Trainer(1)
+    with succeeds("what is closed", where="writer and manager, behind the groups"):
+        writer = checkpoint.HuggingFaceStorageWriter(f"{path}/ck")
+        manager = trainer.manager(checkpoint, f"{path}/run", interval=1, last_save_in_hf=True)
+        dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+        manager.save(1)
+        dist.barrier()
+        dist.destroy_process_group()
+        for each in (writer, manager, writer, manager):
+            each.close()
+    with raises(ConfigError, mentions=("closed",), where="a manager that was closed so"):
+        manager.save(2)
+
+
+@requirement(
+    "CKPT-783",
+    "A writer and a manager MUST be closed without an error where the program has ended its process groups before, as "
+    "often as they are closed.",
+)
+def test_closed_behind_the_groups(checkpoint: Any, impl: ModuleType, tmp_path: Path) -> None:
+    # Of its own: these ranks have no group any more.
+    with RankPool(impl.__name__) as pool:
+        pool.run(_close_last, 2, str(tmp_path))
+    assert_equal((tmp_path / "ck" / FILE).exists(), True, where="what was saved")
+
+
+class _Broken:
+    """A message whose connection broke."""
+
+    def wait(self, *_: object) -> bool:
+        raise RuntimeError("connection closed by peer")
+
+
+def _breaks(*_: object, **__: object) -> Any:
+    raise RuntimeError("connection closed by peer")
+
+
+def _full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def _broken(kind: str, rank: int) -> Iterator[None]:
+    # One message at a time, so that later ones are sent when it is known that something failed.
+    with mock.patch("fastimpl.checkpoint.run.IN_FLIGHT_BYTES", 1):
+        if kind == "a full disk":
+            with mock.patch("os.pwritev", _full) if rank == 0 else nullcontext():
+                yield
+            return
+        verb: Callable[..., Any] = _breaks if kind == "no message" else lambda *_, **__: _Broken()
+        with mock.patch.object(dist, "isend", verb), mock.patch.object(dist, "irecv", verb):
+            yield
+
+
+def _share(rank: Rank, seed: int) -> dict[str, Any]:
+    mesh, state = mesh_of(rank), dict[str, Any]()
+    for number in range(6):
+        full = random_bits(torch.float32, (8, 32), seed + number)
+        local = torch.chunk(full, rank.world_size, 1)[rank.rank].contiguous()
+        places: list[Placement] = [Shard(1)]
+        state[f"{number}"] = DTensor.from_local(
+            local, mesh, places, shape=full.shape, stride=full.stride(), run_check=False
+        )
+    return state
+
+
+def _save_broken(rank: Rank, path: str, kind: str) -> list[str]:
+    save_ranks(rank, _share(rank, 1), Path(path), block_bytes=256)
+    texts: list[str] = []
+    with _broken(kind, rank.rank):
+        try:
+            save_ranks(rank, _share(rank, 50), Path(path), block_bytes=256)
+        except BaseException as error:
+            texts = [f"{type(each).__name__}: {each}" for each in errors_inside(error)]
+    targets = {name: torch.zeros(8, 32) for name in _share(rank, 1)}
+    load_ranks(rank, targets, Path(path))
+    for number, target in enumerate(targets.values()):
+        assert_same_tensor(target, random_bits(torch.float32, (8, 32), 1 + number), where=f"{number}, the old one")
+    with succeeds("a save", where=f"behind {kind}, rank {rank.rank}"):
+        save_ranks(rank, _share(rank, 50), Path(path), block_bytes=256)
+    return texts
+
+
+@requirement(
+    "CKPT-784",
+    "Where messages between the ranks of a save cannot be sent or received, or a rank cannot write, every rank MUST be "
+    "told what failed, the old checkpoint stay, and the next save succeed.",
+    needs=("counted_io",),
+)
+def test_broken_exchange(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    said: dict[str, list[tuple[str, ...]]] = {
+        "no message": [("RuntimeError: connection closed",)] * 2,
+        "no answer": [("DistributedError: a rank went away during the exchange",)] * 2,
+        "a full disk": [
+            ("StorageError: writing failed",),
+            ("DistributedError: a sending rank failed", "where: rank 0"),
+        ],
+    }
+    for kind, expected in said.items():
+        found = rank_pool.run(_save_broken, 2, str(tmp_path / "ck"), kind)
+        for rank, (texts, wanted) in enumerate(zip(found, expected, strict=True)):
+            is_told = any(all(part in text for part in wanted) for text in texts)
+            assert_equal(is_told, True, where=f"{kind}: rank {rank} is told {wanted}, of {[t[:150] for t in texts]}")
+    assert_equal(os.listdir(tmp_path), ["ck"], where="what is left")
