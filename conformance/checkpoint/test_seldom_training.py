@@ -1,0 +1,196 @@
+"""Training as it seldom is: optimizers without a rate, states without tensors, parameters that are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from conformance.checkpoint.trainer import Counter, Trainer, alone
+from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
+from twinproof.errors import ConfigError, PlanError
+
+
+class _Momentum(torch.optim.Optimizer):
+    """An optimizer whose groups have no learning rate."""
+
+    def __init__(self, params: Iterator[torch.nn.Parameter]) -> None:
+        super().__init__(params, {"decay": 0.5})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    seen = self.state[param].setdefault("seen", torch.zeros_like(param))
+                    seen.mul_(group["decay"]).add_(param.grad)
+                    param.data.sub_(seen)
+
+
+def _stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for number in range(count):
+        loss = model(torch.full((2, 3), float(number + 1))).square().sum()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@requirement(
+    "CKPT-790",
+    "An optimizer without a learning rate MUST be saved and restored as any other, also into one that has not stepped; "
+    "what is no list of torch's optimizers MUST be refused by name, and nothing be made.",
+)
+def test_other_optimizers(checkpoint: Any, tmp_path: Path) -> None:
+    models = [torch.nn.Linear(3, 1) for _ in range(3)]
+    optimizers = [_Momentum(model.parameters()) for model in models]
+    _stepped(models[0], optimizers[0], 2)
+    _stepped(models[2], optimizers[2], 1)
+    with alone(), succeeds("saves and loads", where="no learning rate"):
+        checkpoint.save_training(tmp_path / "ck", models[0], optimizers[0], 2)
+        for model, optimizer in zip(models[1:], optimizers[1:], strict=True):
+            assert_equal(checkpoint.load_training(tmp_path / "ck", model, optimizer), 2, where="step")
+    for model, optimizer in zip(models, optimizers, strict=True):
+        _stepped(model, optimizer, 2)
+        assert_equal(optimizer.param_groups[0].keys(), {"params", "decay"}, where="options of the group")
+    for model in models[1:]:
+        for name, value in model.named_parameters():
+            assert_same_tensor(value.detach(), models[0].get_parameter(name).detach(), where=f"{name}, trained on")
+    wrong: tuple[Any, ...] = (
+        object(),
+        Counter(),
+        [Counter()],
+        iter(optimizers),
+        (each for each in optimizers),
+        {optimizers[0]},
+        None,
+        3,
+        "sgd",
+    )
+    for given in wrong:
+        for verb in (checkpoint.save_training, checkpoint.load_training):
+            path = tmp_path / ("ck" if verb is checkpoint.load_training else "new")
+            step = (1,) if verb is checkpoint.save_training else ()
+            with raises(ConfigError, mentions=("not a model and its optimizers",), where=f"{given!r}"), alone():
+                verb(path, models[0], given, *step)
+    assert_equal([path.name for path in tmp_path.iterdir()], ["ck"], where="what was made")
+
+
+class _Two(torch.nn.Module):
+    """Two layers, each of which has its weight and bias in one parameter; the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = _joint(torch.nn.Linear(3, 4)), _joint(torch.nn.Linear(3, 4))
+
+    def forward(self, inputs: torch.Tensor, is_whole: bool) -> Any:
+        total = self.a(inputs).sum()
+        return total + self.b(inputs).sum() if is_whole else total
+
+
+def _joint(module: torch.nn.Module) -> torch.nn.Module:
+    made: torch.nn.Module = FullyShardedDataParallel(module, use_orig_params=False, device_id=torch.device("cpu"))
+    return made
+
+
+def _trained(seed: int, is_whole: bool | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = _joint(_Two())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    if is_whole is not None:
+        torch.autograd.backward(model(torch.arange(6.0).view(2, 3) / (seed + dist.get_rank()), is_whole))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _assert_alike(found: Any, wanted: Any, where: str) -> None:
+    (model, optimizer), (other, its) = found, wanted
+    for number, (one, two) in enumerate(zip(model.parameters(), other.parameters(), strict=True)):
+        assert_same_tensor(one.detach(), two.detach(), where=f"{where}: parameter {number}")
+        for name, value in its.state[two].items():
+            assert_same_tensor(optimizer.state[one][name], value, where=f"{where}: {name} of parameter {number}")
+
+
+def _joint_parameters(rank: Rank, path: str) -> None:
+    checkpoint, whole, half = rank.component("checkpoint"), _trained(1, True), _trained(1, False)
+    with succeeds("saves", where=f"rank {rank.rank}"):
+        checkpoint.save_training(f"{path}/whole", *whole, 1)
+        checkpoint.save_training(f"{path}/half", *half, 1)
+    for is_whole in (None, True):
+        target = _trained(2, is_whole)
+        with succeeds("a load", where=f"trained {is_whole}, rank {rank.rank}"):
+            checkpoint.load_training(f"{path}/whole", *target)
+        _assert_alike(target, whole, f"trained {is_whole}, rank {rank.rank}")
+    with raises(PlanError, mentions=("states of a parameter", "b."), where=f"one layer trained, rank {rank.rank}"):
+        checkpoint.load_training(f"{path}/whole", *_trained(2, False))
+    for is_whole in (None, True):
+        with raises(RuntimeError, mentions=("optimizer.state.b.",), where=f"no states of a layer, rank {rank.rank}"):
+            checkpoint.load_training(f"{path}/half", *_trained(2, is_whole))
+
+
+@requirement(
+    "CKPT-791",
+    "Parameters that FSDP1 has joined to one MUST be saved and restored with their states; where the checkpoint or the "
+    "optimizer has states of only some of them, the load MUST be refused by a name of those that lack them.",
+)
+def test_joint_parameters(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for rank_count in (1, 2):
+        rank_pool.run(_joint_parameters, rank_count, str(tmp_path / f"{rank_count}"))
+
+
+class _Rows:
+    """Stands for a tensor without memory that a load could fill."""
+
+    def __init__(self, asked: list[tuple[int, ...]]) -> None:
+        self.asked = asked
+
+    def memory_for(self, sizes: torch.Size) -> torch.Tensor:
+        self.asked.append(tuple(sizes))
+        return torch.zeros(sizes)
+
+
+class _Holder:
+    """A state of training that says what it is given, and takes what is loaded."""
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        self.said, self.taken = said, dict[str, Any]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.said
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.taken = state_dict
+
+
+@requirement(
+    "CKPT-792",
+    "A target without memory MUST get memory of what was saved under its name; where that is no tensor it MUST be "
+    "given as it is, and where there is none the name be told.",
+)
+@pytest.mark.parametrize("kind", ["a tensor", "an object", "nothing"])
+def test_targets_that_get_memory(checkpoint: Any, tmp_path: Path, kind: str) -> None:
+    trainer, value = Trainer(1), {"a tensor": torch.arange(6.0).view(3, 2), "an object": "text", "nothing": None}[kind]
+    said = {"n": torch.tensor(3)} if kind == "nothing" else {"n": torch.tensor(3), "rows": value}
+    asked: list[tuple[int, ...]] = []
+    saved, loaded = _Holder(said), _Holder({"n": torch.tensor(0), "rows": _Rows(asked)})
+    with alone(), succeeds("a save", where=kind):
+        checkpoint.save_training(tmp_path / "ck", trainer.model, trainer.optimizer, 1, states={"x": saved})
+    late = Trainer(2)
+    target = late.model, late.optimizer
+    if kind == "nothing":
+        with raises(RuntimeError, mentions=("x.rows",), where=kind), alone():
+            checkpoint.load_training(tmp_path / "ck", *target, states={"x": loaded})
+        assert_equal(loaded.taken, {}, where="taken")
+        return
+    with alone(), succeeds("a load", where=kind):
+        checkpoint.load_training(tmp_path / "ck", *target, states={"x": loaded})
+    assert_equal(asked, [(3, 2)] if isinstance(value, torch.Tensor) else [], where="memory that was asked for")
+    if isinstance(value, torch.Tensor):
+        assert_same_tensor(loaded.taken["rows"], value, where=kind)
+    else:
+        assert_equal(loaded.taken["rows"], value, where=kind)
+    assert_equal(int(loaded.taken["n"]), 3, where="beside it")
