@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import json
 import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
@@ -35,9 +39,11 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
-from twinproof.checkpoint import catalog
+from twinproof.checkpoint import catalog, publish
 from twinproof.checkpoint.catalog import Part
-from twinproof.errors import FormatError, PlanError, StorageError
+from twinproof.checkpoint.format import lay_out
+from twinproof.checkpoint.shards import MergeJob
+from twinproof.errors import CorruptionError, FormatError, PlanError, StorageError
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "s": torch.tensor(3)}
 
@@ -347,3 +353,69 @@ def test_many_tensors_in_a_block(checkpoint: Any, tmp_path: Path, monkeypatch: p
         writer = save(checkpoint, state, tmp_path / f"{count}")
         assert_same_bytes(tmp_path / f"{count}" / FILE, oracle(state, PT), where=f"{count} tensors")
         assert_equal(writer.stats.write_count, 1, where=f"calls for {count} tensors")
+
+
+@requirement(
+    "CKPT-793",
+    "Where the system cannot exchange two folders at once, a save over a checkpoint MUST replace it all the same, keep "
+    "files of others, and leave nothing beside it.",
+)
+def test_systems_without_exchange(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "ck"
+    save(checkpoint, {"w": torch.ones(2)}, folder)
+    (folder / "notes.txt").write_text("of others")
+    # The C library of such a system has no function of that name.
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+    with succeeds("a save", where="no exchange"):
+        save(checkpoint, STATE, folder)
+    monkeypatch.undo()
+    assert_loads(checkpoint, folder, STATE)
+    assert_same_bytes(folder / "notes.txt", b"of others", where="a file of others")
+    assert_equal(os.listdir(tmp_path), ["ck"], where="what is left")
+
+
+@requirement(
+    "CKPT-794",
+    "A block, of a save or of a merge, whose contents do not fill it MUST be an error of its file, and never written "
+    "with other bytes in the gap; what is merged MUST be synced where that was asked for, and there alone.",
+    needs=("counted_io",),
+)
+def test_blocks_with_gaps(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastimpl.checkpoint.blockio import assemble
+    from fastimpl.checkpoint.consolidate import merge
+    from fastimpl.checkpoint.wire import OwnBlock
+
+    for size_bytes in (4, 5, 64):
+        block, scratch = OwnBlock(2, 0, size_bytes, 0, -1, ()), torch.zeros(64, dtype=torch.uint8)
+        if size_bytes == 4:
+            with succeeds("a block", where="filled by its header"):
+                pieces = assemble(block, b"head", [], [], scratch)
+            assert_equal(b"".join(bytes(piece.tolist()) for piece in pieces), b"head", where="a filled block")
+            continue
+        with raises(CorruptionError, mentions=("missing bytes", f"{size_bytes}", "file 2 at 0"), where="a gap"):
+            assemble(block, b"head", [], [], scratch)
+    value = random_bits(torch.float32, (64, 3), 1)
+    shards, synced = tmp_path / "shards", list[int]()
+    parts = [((0, 0), (40, 3)), ((40, 0), (24, 3))]
+    for number, (offsets, sizes) in enumerate(parts):
+        _write_shard(shards, number, value[offsets[0] :][: sizes[0]], offsets)
+    monkeypatch.setattr(os, "fsync", synced.append)
+    for is_durable in (False, True):
+        found = catalog.read_catalog(shards)
+        layouts = {FILE: lay_out([("w", torch.float32, (64, 3))], PT)}
+        out = tmp_path / f"durable {is_durable}"
+        out.mkdir()
+        job, folder = MergeJob(found, layouts, 0, 1, 1), publish.StagedFolder(out, is_durable)
+        with succeeds("a merge", where=f"durable {is_durable}"):
+            merge(job, folder)
+        assert_same_bytes(out / FILE, oracle({"w": value}, PT), where=f"durable {is_durable}")
+        assert_equal(bool(synced), is_durable, where=f"synced, durable {is_durable}")
+        del found.tensors["w"].chunks[1:]
+        with raises(CorruptionError, mentions=("missing bytes", FILE), where="a merge with a gap"):
+            merge(job, folder)
+
+
+def _write_shard(folder: Path, number: int, value: torch.Tensor, offsets: tuple[int, ...]) -> None:
+    folder.mkdir(exist_ok=True)
+    info = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": list(offsets)}})}
+    safetensors.torch.save_file({"w": value.contiguous()}, folder / f"{number}.safetensors", info)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from conformance.checkpoint.cases import (
     FILE,
     PT,
+    Tiled,
     load_ranks,
     mesh_of,
     oracle,
@@ -32,6 +33,7 @@ from conformance.checkpoint.trainer import Trainer
 from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, raises, requirement, succeeds
 from conformance.harness.raising import errors_inside
 from conformance.provers.ranks import RankPool
+from twinproof.checkpoint.publish import group_to_save_in
 from twinproof.errors import ConfigError
 
 
@@ -260,3 +262,75 @@ def test_broken_exchange(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> Non
             is_told = any(all(part in text for part in wanted) for text in texts)
             assert_equal(is_told, True, where=f"{kind}: rank {rank} is told {wanted}, of {[t[:150] for t in texts]}")
     assert_equal(os.listdir(tmp_path), ["ck"], where="what is left")
+
+
+class _Columns(Tiled):
+    """Some columns of all rows, which are read when they are due."""
+
+    row_offset = 0
+
+    def read_rows(self, start: int, length: int) -> torch.Tensor:
+        (values,) = self.parts.values()
+        return values[start : start + length]
+
+
+def _save_columns(rank: Rank, path: str, world: int) -> None:
+    full = random_bits(torch.float32, (60, 7), 1)
+    begin, end = rank.rank * 7 // world, (rank.rank + 1) * 7 // world
+    rows: Any = torch.Tensor._make_subclass(_Columns, torch.empty(0))
+    rows.parts, rows.whole = {(0, begin): full[:, begin:end].contiguous()}, full.shape
+    for block_bytes in (64, 4096):
+        with succeeds("a save", where=f"blocks of {block_bytes}, rank {rank.rank}"):
+            save_ranks(rank, {"w": rows}, Path(f"{path}-{block_bytes}"), block_bytes=block_bytes)
+
+
+@requirement(
+    "CKPT-795",
+    "Rows that are read when they are due, of which each rank has some columns, MUST be stored at their places.",
+)
+def test_columns_of_rows(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for world in (1, 2, 3):
+        rank_pool.run(_save_columns, world, str(tmp_path / f"{world}"), world)
+        for block_bytes in (64, 4096):
+            path = tmp_path / f"{world}-{block_bytes}" / FILE
+            assert_same_bytes(path, oracle({"w": random_bits(torch.float32, (60, 7), 1)}, PT), where=path.parent.name)
+
+
+def _groups_to_save_in(rank: Rank) -> None:
+    world = dist.group.WORLD
+    pair, everyone = dist.new_group([0, 1], backend="gloo"), dist.new_group(backend="gloo")
+    for given in (None, everyone, world):
+        with group_to_save_in(given) as group:
+            assert_equal(group in (None, given, world), False, where="a group of its own, for all ranks")
+            assert_equal((dist.get_world_size(group), dist.get_rank(group)), (3, rank.rank), where="its ranks")
+        with raises(KeyError, where="a group that was made is ended"):
+            dist.get_process_group_ranks(group)
+    if rank.rank < 2:
+        with group_to_save_in(pair) as group:
+            assert_equal(group is pair, True, where="the group of some ranks")
+        dist.barrier(pair)
+        with (
+            mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+            raises(ConfigError, mentions=("cuda:nccl", "gloo", "process_group"), where="a group without the CPU"),
+            group_to_save_in(pair),
+        ):
+            assert_equal("a group", "none", where="a group without the CPU")
+    dist.barrier(world)
+
+
+def _group_alone(rank: Rank) -> None:
+    for given in (None, dist.group.WORLD):
+        with group_to_save_in(given) as group:
+            assert_equal(group, None, where="a process alone")
+
+
+@requirement(
+    "CKPT-796",
+    "A save by all ranks MUST have a group of its own, which it ends; one by some of them theirs, which stays, and "
+    "which MUST be refused by name where it carries nothing of the CPU; a process alone has none.",
+)
+def test_groups_of_saves(rank_pool: Any) -> None:
+    rank_pool.run(_groups_to_save_in, 3)
+    rank_pool.run(_group_alone, 1)
+    with group_to_save_in(None) as group:
+        assert_equal(group, None, where="a process without groups")

@@ -124,3 +124,26 @@ a_call_for_each_tensor = patched(
     kills="CKPT-789",
     of="fastimpl",
 )
+exchange_is_everywhere = patched(
+    "A save fails where the system has no exchange of folders.",
+    mutated(f"{_PUBLISH}:_exchange", "if renameat2 is None:", "if False:"),
+    kills="CKPT-793",
+)
+gaps_are_written = patched(
+    "A block with a gap is written.",
+    mutated(f"{_BLOCK}:assemble", "if filled != size_bytes:", "if False:"),
+    kills="CKPT-794",
+    of="fastimpl",
+)
+gaps_are_merged = patched(
+    "A merge writes a block with a gap.",
+    mutated("fastimpl.checkpoint.consolidate:_MergePlan.pieces", "if filled != block.end - block.start:", "if False:"),
+    kills="CKPT-794",
+    of="fastimpl",
+)
+merges_always_sync = patched(
+    "What is merged is synced though nobody asked for it.",
+    mutated("fastimpl.checkpoint.consolidate:merge", "folder.durable and not failures", "not failures"),
+    kills="CKPT-794",
+    of="fastimpl",
+)

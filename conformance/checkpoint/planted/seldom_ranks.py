@@ -74,3 +74,28 @@ failed_senders_forgotten = patched(
     kills="CKPT-784",
     of="fastimpl",
 )
+columns_are_runs = patched(
+    "Columns of rows that are read when they are due are stored as whole rows.",
+    mutated("fastimpl.checkpoint.blockio:LocalPart.place", " and self.is_run", ""),
+    kills="CKPT-795",
+    of="fastimpl",
+)
+all_ranks_share_theirs = patched(
+    "A save by all ranks uses the group of the caller.",
+    mutated(
+        "twinproof.checkpoint.publish:group_to_save_in",
+        "group is None or dist.get_world_size(group) == dist.get_world_size(everyone)",
+        "group is None",
+    ),
+    kills="CKPT-796",
+)
+made_groups_stay = patched(
+    "A group that was made for a save stays.",
+    mutated("twinproof.checkpoint.publish:group_to_save_in", "dist.destroy_process_group(made)", "pass"),
+    kills="CKPT-796",
+)
+any_backend_saves = patched(
+    "A group that carries nothing of the CPU passes.",
+    mutated("twinproof.checkpoint.publish:group_to_save_in", 'if "cpu:" not in backends:', "if False:"),
+    kills="CKPT-796",
+)
