@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from conformance.checkpoint.cases import (
@@ -38,7 +38,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
-from twinproof.errors import FormatError, PlanError, TwinproofError, UnsupportedError
+from twinproof.errors import FormatError, MissingKeyError, PlanError, TwinproofError, UnsupportedError
 
 NEEDS = ("staged_copies",)
 STATE = {"w": torch.arange(6.0).view(2, 3), "s": torch.tensor(3), "e": torch.empty(0, 2)}
@@ -285,3 +285,45 @@ def test_names_with_dots(checkpoint: Any, tmp_path: Path) -> None:
             save(checkpoint, STATE, target, **options)
             assert_loads(checkpoint, target, STATE)
         assert_same_bytes(target / ".x.safetensors", b"1", where=f"the hidden file, {options}")
+
+
+class _Unchecked(_Changed):
+    """Does not look at the plan of all ranks."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return all_plans, Metadata({})
+
+
+def _chunk_at(first: int, count: int) -> Callable[[WriteItem], WriteItem]:
+    def change(item: WriteItem) -> WriteItem:
+        assert item.tensor_data is not None
+        chunk = ChunkStorageMetadata(torch.Size([first]), torch.Size([count]))
+        return replace(item, tensor_data=replace(item.tensor_data, chunk=chunk))
+
+    return change
+
+
+@requirement(
+    "CKPT-798",
+    "A planner whose part of a tensor begins before it, ends behind it or leaves some of it out MUST be refused by "
+    "name, and nothing be made; a load planner that was told of no checkpoint MUST say which names are missing.",
+)
+def test_parts_outside(checkpoint: Any, tmp_path: Path) -> None:
+    for first, count, said in (
+        (-1, 4, "lies outside"),
+        (-4, 4, "lies outside"),
+        (1, 4, "lies outside"),
+        (0, 5, "lies outside"),
+        (0, 3, "leave a gap"),
+        (1, 3, "leave a gap"),
+    ):
+        with raises(PlanError, mentions=(said, "where: w"), where=f"{count} from {first}"):
+            save(checkpoint, {"w": torch.ones(4)}, tmp_path / "ck", planner=_Unchecked(_chunk_at(first, count)))
+    assert_equal(list(tmp_path.iterdir()), [], where="what was made")
+    with succeeds("a save", where="4 from 0"):
+        save(checkpoint, {"w": torch.ones(4)}, tmp_path / "ck", planner=_Unchecked(_chunk_at(0, 4)))
+    assert_loads(checkpoint, tmp_path / "ck", {"w": torch.ones(4)})
+    planner = checkpoint.HuggingFaceLoadPlanner()
+    planner.set_up_planner({"w": torch.ones(2), "x": torch.ones(2)})
+    with raises(MissingKeyError, mentions=("not in the checkpoint", "w", "x"), where="no checkpoint"):
+        planner.create_local_plan()

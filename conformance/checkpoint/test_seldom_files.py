@@ -313,13 +313,19 @@ class _NoMemory:
         raise MemoryError("no pinned memory")
 
 
+def _no_scratch(_: object) -> Any:
+    raise MemoryError("no scratch")
+
+
 @requirement(
     "CKPT-788",
-    "A save whose threads cannot start, or whose copies from a device get no memory, MUST raise what failed and leave "
-    "nothing; the next one MUST succeed.",
+    "A save whose threads cannot start, or that gets no memory for writes or for copies from a device, MUST raise what "
+    "failed and leave nothing; the next one MUST succeed.",
     needs=("counted_io",),
 )
 def test_no_threads(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastimpl.checkpoint import run
+
     state = {f"{n}": random_bits(torch.float32, (400,), n) for n in range(8)}
     options = {"block_bytes": 256, "thread_count": 3}
     with monkeypatch.context() as patch:
@@ -333,6 +339,13 @@ def test_no_threads(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
         with raises(MemoryError, mentions=("pinned memory",), where="no memory"):
             save_with(writer, state)
         assert_equal(list(tmp_path.iterdir()), [], where="what is left without memory")
+    # The first is that of the calling thread's rounds.
+    made = iter([run._Thread])
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_Thread", lambda starts: next(made, _no_scratch)(starts))
+        with raises(MemoryError, mentions=("no scratch",), where="no scratch"):
+            save(checkpoint, state, tmp_path / "ck", **options)
+    assert_equal(list(tmp_path.iterdir()), [], where="what is left without scratch")
     with succeeds("a save", where="the next one"):
         save(checkpoint, state, tmp_path / "ck", **options)
     assert_same_bytes(tmp_path / "ck" / FILE, oracle(state, PT), where="the next one")
@@ -419,3 +432,58 @@ def _write_shard(folder: Path, number: int, value: torch.Tensor, offsets: tuple[
     folder.mkdir(exist_ok=True)
     info = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": list(offsets)}})}
     safetensors.torch.save_file({"w": value.contiguous()}, folder / f"{number}.safetensors", info)
+
+
+class _Listed:
+    """A folder's entries as they were a moment ago."""
+
+    def __init__(self, entries: list[os.DirEntry[str]]) -> None:
+        self.entries = iter(entries)
+
+    def __enter__(self) -> _Listed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def __iter__(self) -> _Listed:
+        return self
+
+    def __next__(self) -> os.DirEntry[str]:
+        return next(self.entries)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@requirement(
+    "CKPT-799",
+    "A file that vanishes behind the look at a leftover's folder MUST stop neither the look nor a save, and its save "
+    "count as one that is still at work.",
+)
+def test_files_of_leftovers_that_vanish(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, scandir = tmp_path / ".ck.saving-0123456789ab", os.scandir
+
+    def vanishing(path: Any = ".") -> Any:
+        with scandir(path) as entries:
+            found = _Listed(list(entries))
+        if isinstance(path, (str, os.PathLike)) and os.fspath(path) == os.fspath(left):
+            (left / FILE).unlink(missing_ok=True)
+        return found
+
+    def look() -> float:
+        left.mkdir(exist_ok=True)
+        (left / FILE).write_bytes(b"1")
+        for each in (left / FILE, left):
+            os.utime(each, (0, 0))
+        with succeeds("a look", where="at leftovers"):
+            (found,) = publish.find_leftovers(tmp_path, "ck")
+        return found.age_s
+
+    assert_equal(look() > 3600, True, where="old, with its file")
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert_equal(abs(look()) < 600, True, where="new, as its file vanishes")
+    with succeeds("a save", where="as a file vanishes"):
+        save(checkpoint, STATE, tmp_path / "ck")
+    monkeypatch.undo()
+    assert_loads(checkpoint, tmp_path / "ck", STATE)

@@ -334,3 +334,44 @@ def test_groups_of_saves(rank_pool: Any) -> None:
     rank_pool.run(_group_alone, 1)
     with group_to_save_in(None) as group:
         assert_equal(group, None, where="a process without groups")
+
+
+class _LostColumns(_Columns):
+    """Columns that cannot be read at first, when messages are made of them, or cannot be had at all."""
+
+    asked_count = 0
+
+    def read_rows(self, start: int, length: int) -> torch.Tensor:
+        self.asked_count += 1
+        if self.asked_count <= 2:
+            raise LookupError("columns are gone")
+        return super().read_rows(start, length)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        raise LookupError("columns are gone")
+
+
+def _save_lost_columns(rank: Rank, path: str) -> list[str]:
+    full = random_bits(torch.float32, (60, 6), 1)
+    kind = _LostColumns if rank.rank == 0 else _Columns
+    rows: Any = torch.Tensor._make_subclass(kind, torch.empty(0))
+    rows.parts = {(0, 2 * rank.rank): full[:, 2 * rank.rank :][:, :2].contiguous()}
+    rows.whole = full.shape
+    try:
+        save_ranks(rank, {"w": rows}, Path(path), block_bytes=64)
+    except BaseException as error:
+        return [f"{type(each).__name__}: {each}" for each in errors_inside(error)]
+    return []
+
+
+@requirement(
+    "CKPT-797",
+    "Where what a rank is to send to several others cannot be read, that rank MUST raise its own error, each other "
+    "one be told that it failed, and nothing be left.",
+)
+def test_nothing_to_send(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for rank, texts in enumerate(rank_pool.run(_save_lost_columns, 3, str(tmp_path / "ck"))):
+        wanted = "LookupError: columns are gone" if rank == 0 else "DistributedError"
+        is_told = any(text.startswith(wanted) for text in texts)
+        assert_equal(is_told, True, where=f"rank {rank} is told {wanted}, of {[text[:150] for text in texts]}")
+    assert_equal(os.listdir(tmp_path), [], where="what is left")

@@ -86,3 +86,13 @@ hidden_files_keep_saves_out = patched(
     mutated("twinproof.checkpoint.publish:Staging._check_others", ' and not name.startswith(".")', ""),
     kills="CKPT-774",
 )
+parts_before_tensors_pass = patched(
+    "A part that begins before its tensor passes.",
+    mutated(f"{_CATALOG}:check_tiling", "o >= 0 and s >= 0", "s >= 0"),
+    kills="CKPT-798",
+)
+no_checkpoint_is_a_crash = patched(
+    "A load planner that was told of no checkpoint does not say what is missing.",
+    mutated(f"{_PLAN}:HuggingFaceLoadPlanner.create_local_plan", " if self.metadata is not None else {}", ""),
+    kills="CKPT-798",
+)

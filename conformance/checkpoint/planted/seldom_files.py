@@ -118,6 +118,12 @@ memory_is_not_needed = patched(
     kills="CKPT-788",
     of="fastimpl",
 )
+no_scratch_is_passed_over = patched(
+    "A thread that gets no memory for its writes is passed over.",
+    mutated("fastimpl.checkpoint.run:Runner._work", "self._fail(error)", "pass"),
+    kills="CKPT-788",
+    of="fastimpl",
+)
 a_call_for_each_tensor = patched(
     "A block of many tensors is written in several calls.",
     mutated(f"{_BLOCK}:_zero_copy", "len(large) > _IOV_MAX // 2 or ", ""),
@@ -146,4 +152,14 @@ merges_always_sync = patched(
     mutated("fastimpl.checkpoint.consolidate:merge", "folder.durable and not failures", "not failures"),
     kills="CKPT-794",
     of="fastimpl",
+)
+vanished_files_end_a_look = patched(
+    "A file that vanishes ends the look at leftovers.",
+    mutated(f"{_PUBLISH}:_changed_s", "except FileNotFoundError:", "except ():"),
+    kills="CKPT-799",
+)
+vanished_files_are_old = patched(
+    "A save whose file vanishes counts as one that ended long ago.",
+    mutated(f"{_PUBLISH}:_changed_s", "return time.time()", "return 0.0"),
+    kills="CKPT-799",
 )
