@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from conformance.checkpoint.cases import (
     save,
     save_ranks,
 )
-from conformance.harness import Rank, assert_equal, assert_same_bytes, examples, raises, requirement
+from conformance.harness import Rank, assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
+from twinproof.checkpoint.format import layout_of, with_options
 from twinproof.errors import ConfigError, UnsupportedError
 
 
@@ -86,6 +88,23 @@ def test_page_align(checkpoint: Any, tmp_path: Path) -> None:
     assert_same_bytes(raw[8 : 8 + length].rstrip(b" "), plain[8 : 8 + plain_length].rstrip(b" "), where="header")
     assert_same_bytes(raw[8 + length :], plain[8 + plain_length :], where="data")
     assert_loads(checkpoint, tmp_path / "ck", state)
+    # What the library writes is brought into the same form, whatever its order of keys.
+    for metadata, page_align in product((None, {}, PT, {"z": "1", **PT, "a": "é"}), (False, True)):
+        where = f"{metadata}, page_align {page_align}"
+        layout = layout_of(state, metadata, page_align=page_align)
+        content = oracle(state, metadata) if metadata or metadata is None else _with_empty_metadata(state)
+        with succeeds("a change of form", where=where):
+            made = with_options(content, layout)
+        assert_same_bytes(made, layout.header + plain[8 + plain_length :], where=where)
+
+
+def _with_empty_metadata(state: dict[str, torch.Tensor]) -> bytes:
+    content = oracle(state, None)
+    text = content[8:].replace(b"{", b'{"__metadata__":{},', 1)
+    length = struct.unpack("<Q", content[:8])[0]
+    data, head = content[8 + length :], text[: len(text) - len(content) + 8 + length].rstrip(b" ")
+    head += b" " * (-len(head) % 8)
+    return struct.pack("<Q", len(head)) + head + data
 
 
 @requirement("CKPT-014", "The header length MUST be a multiple of 8 and every tensor naturally aligned.")

@@ -71,6 +71,10 @@ def test_sums_of_pieces() -> None:
         with succeeds("sums", where=where):
             found = catalog.sums_of(places, parts)
         assert_equal(found, {"w": whole, "e": 0}, where=where)
+    values = torch.frombuffer(bytearray(content), dtype=torch.int32).view(3, 1)
+    for where, value in {"dense": values, "with gaps": values.repeat(1, 2)[:, :1]}.items():
+        found_parts = catalog.parts_of("f", {"w": 8, "e": 8}, {"w": value, "e": torch.empty(0)})
+        assert_equal(catalog.sums_of(places, found_parts), {"w": whole, "e": 0}, where=f"a tensor, {where}")
     wrong: dict[str, list[Part]] = {
         "none": [],
         "another file": [part(0, 12, file="g")],

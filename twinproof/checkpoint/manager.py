@@ -257,7 +257,8 @@ class CheckpointManager:
         self.enable, self._is_closed = enable, False
         self._pending: _Pending | None = None
         self._group: dist.ProcessGroup | None = None
-        self._stager, self._owns_stager = stager, False
+        self._stager = stager
+        self._own_stager: DefaultStager | None = None
         self._cleaner: _Cleaner | None = None
         in_hf = _either(last_save_in_hf, False, last_save_in_safetensors_format, "last_save_in_safetensors_format")
         model_only = _either(last_save_model_only, True, last_save_model_weights_only, "last_save_model_weights_only")
@@ -320,7 +321,7 @@ class CheckpointManager:
             self._hf_writer(self.policy.folder).close()
         if self.policy.async_mode == "async_with_pinned_mem" and self._stager is None:
             pinned = StagingOptions(True, False, use_async_staging=True, use_non_blocking_copy=True)
-            self._stager, self._owns_stager = DefaultStager(pinned), True
+            self._stager = self._own_stager = DefaultStager(pinned)
         if self.policy.keep_latest_k and self._rank == 0:
             self._cleaner = _Cleaner(self.policy.folder, self.policy.keep_latest_k)
 
@@ -343,11 +344,11 @@ class CheckpointManager:
         finally:
             if self._cleaner is not None:
                 self._cleaner.close()
-            if self._owns_stager and self._stager is not None:
-                self._stager.close()
+            if self._own_stager is not None:
+                self._own_stager.close()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
-            self._group, self._cleaner, self._owns_stager, self._is_closed = None, None, False, True
+            self._group, self._cleaner, self._own_stager, self._is_closed = None, None, None, True
 
     def _check_open(self) -> None:
         if self._is_closed:

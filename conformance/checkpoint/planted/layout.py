@@ -175,3 +175,9 @@ offsets_of_shards_by_the_user = patched(
     mutated("twinproof.checkpoint.plan:WriterOptions.make", "SHARDING_KEY in (metadata or {})", "False"),
     kills="CKPT-687",
 )
+
+pages_of_the_library = patched(
+    "A file of the library stays as it is, though its data was to begin at a page.",
+    mutated("twinproof.checkpoint.format:with_options", " and not layout.page_align", ""),
+    kills="CKPT-013",
+)
