@@ -459,7 +459,7 @@ class Pipeline(Generic[In, Out]):
 
     def start_exchange(self, batch: BatchContext) -> None:
         """S, once."""
-        if not batch.started and batch.failure is None:
+        if not batch.started:
             batch.started = True
             with self.failure_noted(batch):
                 self.start_sparse_data_dist(batch.batch, batch.context)
@@ -487,8 +487,7 @@ class Pipeline(Generic[In, Out]):
         if batch.failure is None and missing:
             with self._grad_mode():
                 self._stages.look_up(batch, missing, [call for call in missing if self.is_late(call)])
-            if batch.results:
-                batch.with_grad = self.is_training
+            batch.with_grad = self.is_training
 
     def _grad_mode(self) -> Any:
         return torch.set_grad_enabled(self.is_training and torch.is_grad_enabled())

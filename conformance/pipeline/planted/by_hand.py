@@ -1,0 +1,99 @@
+"""Faults that ``test_by_hand`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+absent_batches_sent = patched(
+    "A stage that is given no batch looks for its context.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.start_sparse_data_dist",
+        "None if batch is None else self._found(context)",
+        "self._found(context)",
+    ),
+    kills="PIPE-566",
+)
+absent_batches_looked_up = patched(
+    "A lookup of no batch looks for its context.",
+    mutated("twinproof.pipeline.driver:LookupPipeline.start_embedding_lookup", "if batch is not None:", "if True:"),
+    kills="PIPE-566",
+)
+lookups_of_an_empty_pipeline = patched(
+    "An empty pipeline waits for the lookup of its first batch.",
+    mutated("twinproof.pipeline.driver:LookupPipeline.wait_embedding_lookup", "if self._queue:", "if True:"),
+    kills="PIPE-566",
+)
+early_without_a_batch = patched(
+    "A pipeline in which nothing is in flight looks up early.",
+    mutated("twinproof.pipeline.driver:TrainPipelineSemiSync.is_semi_sync", "len(self._queue) > 0 and ", ""),
+    kills="PIPE-566",
+)
+current_batch_recalled = patched(
+    "What takes the place of the current batch forgets what was looked up for it.",
+    mutated("twinproof.pipeline.driver:Pipeline._replace", "in_flight is self._current or ", ""),
+    kills="PIPE-567",
+)
+half_removed_batch_recalled = patched(
+    "A batch whose context was removed is looked for among those in flight.",
+    mutated("twinproof.pipeline.driver:Pipeline._replace", " or in_flight not in self._queue", ""),
+    kills="PIPE-567",
+)
+ended_loaders_asked = patched(
+    "A loader that has ended is asked again.",
+    mutated("twinproof.pipeline.driver:Pipeline._taken", "if self._dataloader_exhausted:", "if False:"),
+    kills="PIPE-568",
+)
+own_contexts_lost = patched(
+    "A context that a copy gives in place of the pipeline's is lost.",
+    mutated("twinproof.pipeline.driver:Pipeline.enqueue_batch", " and made.context is context", ""),
+    kills="PIPE-569",
+)
+copies_always_asked = patched(
+    "A copy that did not ask the pipeline's is taken for one that did.",
+    mutated("twinproof.pipeline.driver:Pipeline.enqueue_batch", "made is not None and ", ""),
+    kills="PIPE-569",
+)
+removed_batch_removed_again = patched(
+    "A batch that was removed is removed again behind an error.",
+    mutated("twinproof.pipeline.driver:Pipeline._drop", "if in_flight in self._queue:", "if True:"),
+    kills="PIPE-570",
+)
+any_site_taken = patched(
+    "With torchrec there every site is taken.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.register_backward_hook",
+        " or not isinstance(site, injection.InjectionSite)",
+        "",
+    ),
+    kills="PIPE-571",
+)
+sites_in_wrappers = patched(
+    "Sites are looked for from the wrapper on.",
+    mutated("twinproof.pipeline.driver:Pipeline.register_backward_hook", "unwrapped(self._model)", "self._model"),
+    kills="PIPE-571",
+)
+inserted_at_the_end = patched(
+    "A batch that is inserted anywhere is appended.",
+    mutated("twinproof.pipeline.stages:QueueView.insert", " and index == len(self)", ""),
+    kills="PIPE-572",
+)
+contexts_to_the_first = patched(
+    "A context is the first batch's, which has one.",
+    mutated("twinproof.pipeline.stages:QueueView.insert", " if batch.given_context is None", ""),
+    kills="PIPE-572",
+)
+inserted_batches_are_contexts = patched(
+    "A batch that is inserted is the context of one that lacks it.",
+    mutated("twinproof.pipeline.stages:QueueView.insert", " and not self._is_batches", ""),
+    kills="PIPE-572",
+)
+contexts_replace_batches = patched(
+    "A context in place of another takes its batch's place.",
+    mutated("twinproof.pipeline.stages:QueueView.__setitem__", "if self._is_batches:", "if True:"),
+    kills="PIPE-572",
+)
+second_calls_are_changed_ones = patched(
+    "A second call is taken for one that a hook changed.",
+    mutated("twinproof.pipeline.driver:Pipeline._result_of", "ahead is not None and ", ""),
+    kills="PIPE-573",
+)
