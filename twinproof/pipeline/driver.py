@@ -938,9 +938,12 @@ class TrainPipelineSemiSync(LookupPipeline[In, Out]):
 
     def embedding_backward(self, context: Any) -> None:
         """The tables' update, from the gradients that the forward's copies of the lookups have got."""
-        for looked_up, leaf in self._found(context).pairs:
-            if leaf.grad is not None:
-                looked_up.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        # Results of one module may share a graph, and what nobody trains, of a module of others, has none.
+        ways = [
+            (up, leaf.grad) for up, leaf in self._found(context).pairs if leaf.grad is not None and up.requires_grad
+        ]
+        if ways:
+            torch.autograd.backward([looked_up for looked_up, _ in ways], [grad for _, grad in ways])
 
     def cut(self, batch: BatchContext) -> None:
         """The forward sees the lookups cut off from their tables, so that T is a step of its own."""

@@ -162,6 +162,22 @@ class _Tracer(torch.fx.Tracer):
         return fn, args
 
 
+def _evaluated(argument: Any, value: Callable[[torch.fx.Node], Any]) -> Any:
+    """What a node is given, as the model gives it: lists and dictionaries of a graph are of fx's own types."""
+    if isinstance(argument, torch.fx.Node):
+        return value(argument)
+    if isinstance(argument, (list, tuple)):
+        parts = [_evaluated(part, value) for part in argument]
+        if isinstance(argument, list):
+            return parts
+        return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+    if isinstance(argument, dict):
+        return {key: _evaluated(part, value) for key, part in argument.items()}
+    if isinstance(argument, slice):
+        return slice(*(_evaluated(part, value) for part in (argument.start, argument.stop, argument.step)))
+    return argument
+
+
 class FromBatch:
     """Evaluates nodes of a graph from a batch; raises LookupError for what needs more than the batch.
 
@@ -184,8 +200,7 @@ class FromBatch:
     def _compute(self, node: torch.fx.Node) -> Any:
         if node.op == "placeholder":
             return self._batch
-        arguments = torch.fx.node.map_arg((node.args, node.kwargs), self.value)
-        positional, named = arguments
+        positional, named = _evaluated((node.args, node.kwargs), self.value)
         if node.op == "call_function":
             return node.target(*positional, **named)  # type: ignore[operator]
         if node.op == "call_method":
@@ -357,8 +372,8 @@ def _calls_in(graph: torch.fx.Graph, inner: torch.nn.Module, *, pipeline_postpro
 
 def _arguments_of(node: torch.fx.Node) -> Callable[[FromBatch], Arguments]:
     def arguments(values: FromBatch) -> Arguments:
-        positional, named = torch.fx.node.map_arg((node.args, node.kwargs), values.value)
-        return tuple(positional), dict(named)
+        found: Arguments = _evaluated((node.args, node.kwargs), values.value)
+        return found
 
     return arguments
 
