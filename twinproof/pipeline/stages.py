@@ -241,10 +241,12 @@ def _on_the_way(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _needs_more(node: torch.fx.Node, postprocs: Mapping[str, Any]) -> bool:
-    """Whether a node needs more than the batch: a parameter, or the result of a module that must not run ahead."""
-    return any(
-        each.op not in ("placeholder", "call_function", "call_method")
-        and not (each.op == "call_module" and str(each.target) in postprocs)
+    """Whether a node needs more than the batch: another argument, a parameter, a module that must not run ahead."""
+    batch = next(iter(node.graph.nodes))
+    return not all(
+        each is batch
+        or each.op in ("call_function", "call_method")
+        or (each.op == "call_module" and str(each.target) in postprocs)
         for each in _on_the_way(node)
     )
 

@@ -1,0 +1,58 @@
+"""Faults that ``test_forwards`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+any_argument_is_the_batch = patched(
+    "Every argument of a forward is taken for the batch.",
+    mutated("twinproof.pipeline.stages:_needs_more", "each is batch\n", 'each.op == "placeholder"\n'),
+    kills="PIPE-577",
+)
+absent_defaults_traced = patched(
+    "An argument without a default is traced as what stands for none.",
+    mutated(
+        "twinproof.pipeline.stages:_Tracer.create_args_for_root",
+        "if defaults.get(name, inspect.Parameter.empty) is not inspect.Parameter.empty:",
+        "if name in defaults:",
+    ),
+    kills="PIPE-577",
+)
+names_of_functions_missed = patched(
+    "A function's name does not say that it changes something.",
+    mutated("twinproof.pipeline.stages:_changes", "is_named_so or target is _assigned", "target is _assigned"),
+    kills="PIPE-578",
+)
+functions_without_a_result_missed = patched(
+    "A function of somebody's without a result changes nothing.",
+    mutated("twinproof.pipeline.stages:_changes", " or is_own):", "):"),
+    kills="PIPE-578",
+)
+methods_of_python_in_place = patched(
+    "A method of Python's is one in place.",
+    mutated("twinproof.pipeline.stages:_changes", ' and not target.endswith("__")', ""),
+    kills="PIPE-578",
+)
+traces_cut_short = patched(
+    "A mode that cannot be traced is taken for the one before, whatever it calls.",
+    mutated(
+        "twinproof.pipeline.stages:find_calls",
+        "not calls or [call.formula for call in calls] != [call.formula for call in known]",
+        "not calls",
+    ),
+    kills="PIPE-579",
+)
+forwards_of_others_are_driven_ones = patched(
+    "A forward that somebody put there is taken for the pipeline's.",
+    mutated(
+        "twinproof.pipeline.stages:FromBatch._compute",
+        "forward.replaced if isinstance(forward, Prepared) else forward",
+        'getattr(forward, "replaced", None)',
+    ),
+    kills="PIPE-580",
+)
+classes_moved = patched(
+    "A class in a batch is moved as a batch.",
+    mutated("twinproof.pipeline.stages:move_batch", " and not isinstance(batch, type)", ""),
+    kills="PIPE-581",
+)

@@ -1,0 +1,256 @@
+"""What a pipeline sees of a model's forward: its arguments, what it changes in place, and how far a trace comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.pipeline.cases import FUSED, TRAINING
+from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_state
+from conformance.pipeline.model import assert_bits
+from twinproof.errors import ConfigError, PipelineError
+
+
+def _options(name: str) -> dict[str, Any]:
+    hoists = {"embedding_lookup_before_optimizer": True} if name == FUSED else {}
+    return {"start_batch": 10**6} if "Semi" in name else hoists
+
+
+def _jobs(pipeline: Any, make: Callable[[Any], Any]) -> tuple[Job, Job]:
+    """A job and its loop, whose models are made of their own."""
+    both = [Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2)]
+    for each in both:
+        each.model = make(each.model)
+    return both[0], both[1]
+
+
+class Scaled(torch.nn.Module):
+    """The job's model, whose scores and first ids are those of more arguments."""
+
+    def __init__(self, model: Any, *, takes_ids: bool) -> None:
+        super().__init__()
+        self.model, self.takes_ids = model, takes_ids
+
+    def forward(self, batch: Batch, scale: Any, *, ids: Any, shift: float = 1.0) -> Any:
+        """As the model."""
+        model = self.model
+        pooled = [model.collections[0](ids if self.takes_ids else batch.ids[0]).values()]
+        pooled.append(model.collections[1](batch.ids[1]).values())
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense * scale + shift)), *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement(
+    "PIPE-577",
+    "A model that takes more than the batch, which a custom forward gives it, MUST be driven as the loop calls it; a "
+    "sharded module whose ids come from another argument MUST be left to it.",
+)
+@pytest.mark.parametrize("takes_ids", [False, True])
+@pytest.mark.parametrize("name", TRAINING)
+def test_more_than_the_batch(pipeline: Any, name: str, takes_ids: bool) -> None:
+    job, loop = _jobs(pipeline, lambda model: Scaled(model, takes_ids=takes_ids))
+
+    def given(each: Job, batch: Batch) -> Any:
+        return each.model(batch, 0.5, ids=batch.ids[0])
+
+    with succeeds("a schedule", where=name):
+        schedule = job.schedule(name, custom_model_fwd=lambda batch: given(job, batch), **_options(name))
+    loader = iter(job.batches(4))
+    driven = [call.name for call in schedule.calls]
+    expected = ["model.collections.0", "model.collections.1"][takes_ids:]
+    assert_equal(driven, expected, where="modules that are driven")
+    for step, batch in enumerate(loop.batches(4)):
+        with succeeds("a step", where=f"{name} step {step}"):
+            output = schedule.progress(loader)
+        loop.optimizer.zero_grad()
+        losses, scores = given(loop, loop.there(batch))
+        losses.sum().backward()
+        loop.optimizer.step()
+        assert_bits(output, scores, f"{name} step {step}")
+        assert_same_state(job, loop, f"{name} step {step}")
+
+
+@torch.fx.wrap
+def _halve(values: Any) -> None:
+    """Changes what it is given, and returns nothing."""
+    values.floor_divide_(2)
+
+
+@torch.fx.wrap
+def _halved_(values: Any) -> Any:
+    """Says by its name that it changes what it is given, and does."""
+    return values.floor_divide_(2)
+
+
+@torch.fx.wrap
+def _size__(values: Any) -> Any:
+    """Its name ends as that of a method of Python's, which changes nothing."""
+    return values.numel()
+
+
+# What a forward does with its first ids, whether what that gives is of use, and whether it changes them.
+CHANGES: dict[str, tuple[Callable[[Any], Any], bool, bool]] = {
+    "a function of torch's": (lambda values: torch.clamp_(values, max=0), False, True),
+    "a function of torch's with a result": (lambda values: torch.clamp_(values, max=0), True, True),
+    "a function without a result": (lambda values: _halve(values), False, True),
+    "a function by its name": (lambda values: _halved_(values), True, True),
+    "a method of Python's": (lambda values: values.__reversed__(), True, False),
+    "a function with a result": (lambda values: _size__(values), True, False),
+}
+
+
+class Changing(torch.nn.Module):
+    """The job's model, which does something with its first ids before; what that gives may be of use."""
+
+    def __init__(self, model: Any, change: Callable[[Any], Any], *, uses: bool) -> None:
+        super().__init__()
+        self.model, self.change, self.uses = model, change, uses
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        model = self.model
+        found = self.change(batch.ids[0].values())
+        pooled = [model.collections[0](batch.ids[0]).values(), model.collections[1](batch.ids[1]).values()]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), (scores.detach(), found if self.uses else None)
+
+
+@requirement(
+    "PIPE-578",
+    "A function that changes ids in place, by torch's name for such or without a result, MUST leave what reads them to "
+    "the model; one that changes nothing, whatever its name, MUST leave it driven; either way the step is the loop's.",
+)
+@pytest.mark.parametrize("what", CHANGES)
+def test_functions_in_place(pipeline: Any, what: str) -> None:
+    change, uses, changes = CHANGES[what]
+    for name in TRAINING:
+        job, loop = _jobs(pipeline, lambda model: Changing(model, change, uses=uses))
+        schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(3))
+        driven = [call.name for call in schedule.calls]
+        expected = ["model.collections.0", "model.collections.1"][changes:]
+        assert_equal(driven, expected, where=f"{name}: modules that are driven")
+        for step, batch in enumerate(loop.batches(3)):
+            loop.optimizer.zero_grad()
+            losses, (scores, _) = loop.model(loop.there(batch))
+            losses.sum().backward()
+            loop.optimizer.step()
+            assert_bits(schedule.progress(loader)[0], scores, f"{name} step {step}")
+            assert_same_state(job, loop, f"{name} step {step}")
+
+
+class Measuring(torch.nn.Module):
+    """The job's model, which in evaluation looks other ids up, and reads a number on the way to the second."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model; a trace cannot go through a number, whose value it has not."""
+        ids, model = batch.ids[0], self.model
+        if not self.training:
+            ids = type(ids)(ids.keys(), ids.values() // 2, lengths=ids.lengths()) if float(ids.values()[0]) else ids
+        pooled = [model.collections[0](ids).values(), model.collections[1](batch.ids[1]).values()]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+class LooksUpLess(Measuring):
+    """In evaluation a number is read behind the first of two lookups."""
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model, or half of it."""
+        if self.training:
+            return self.model(batch)
+        first = self.model.collections[0](batch.ids[0]).values()
+        return (first.sum() * float(first.sum())).reshape(1), first.detach()
+
+
+@requirement(
+    "PIPE-579",
+    "A mode in which a forward cannot be traced MUST be refused at its steps where it calls other modules, or fewer, "
+    "than the mode before, and the steps behind it, in that mode, MUST be the loop's.",
+)
+@pytest.mark.parametrize("kind", [Measuring, LooksUpLess])
+@pytest.mark.parametrize("name", TRAINING)
+def test_modes_that_cannot_be_traced(pipeline: Any, name: str, kind: Any) -> None:
+    job, loop = _jobs(pipeline, kind)
+    schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(4))
+    batches = loop.batches(4)
+    assert_bits(schedule.progress(loader), loop.step(batches[0]), f"{name} step 0")
+    job.model.eval()
+    for _ in range(2):
+        with raises(ConfigError, mentions=("trace", kind.__name__), where="in the mode that cannot be traced"):
+            schedule.progress(loader)
+    job.model.train()
+    for step in (1, 2, 3):
+        assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} step {step}")
+    assert_same_state(job, loop, name)
+
+
+@requirement(
+    "PIPE-580",
+    "A forward that takes the place of a module's own, put on a module that runs ahead while it is driven, MUST be "
+    "what runs ahead; one that calls the driven one MUST be refused by the module's name.",
+)
+@pytest.mark.parametrize("name", TRAINING[1:])
+def test_forwards_put_on_what_runs_ahead(pipeline: Any, name: str) -> None:
+    def forward(ids: Any) -> Any:
+        return type(ids)(ids.keys(), ids.values() % 2 * 0, lengths=ids.lengths())
+
+    job, loop = _jobs(pipeline, lambda model: Between(model, Shifted(pipeline)))
+    schedule, loader = job.schedule(name, pipeline_postproc=True, **_options(name)), iter(job.batches(8))
+    batches = loop.batches(8)
+    assert_bits(schedule.progress(loader), loop.step(batches[0]), f"{name} step 0")
+    schedule.detach()
+    schedule.attach(sparse_dist=False)
+    for each in (job, loop):
+        vars(each.model.shifted)["forward"] = forward
+    for step in (1, 2):
+        with succeeds("a step", where=f"{name} step {step}"):
+            output = schedule.progress(loader)
+        assert_bits(output, loop.step(batches[step]), f"{name} step {step}")
+        assert_same_state(job, loop, f"{name} step {step}")
+    schedule.detach()
+    schedule.attach(sparse_dist=False)
+    shifted: Any = job.model.shifted
+    inner = shifted.forward
+    shifted.forward = lambda ids: inner(ids)
+    with raises(PipelineError, mentions=("shifted", "detach()"), where=f"{name}: one that calls the driven one"):
+        schedule.progress(loader)
+    assert_same_state(job, loop, f"{name}, refused")
+
+
+@dataclass
+class Described:
+    """A batch that says of what class its parts are."""
+
+    values: torch.Tensor
+    kinds: Any
+
+
+@requirement(
+    "PIPE-581",
+    "A class in a batch, a dataclass too, MUST be as it was on the device, and what stands beside it be moved.",
+)
+def test_classes_in_batches(pipeline: Any) -> None:
+    model, seen = torch.nn.Linear(2, 1), list[Any]()
+
+    def forward(batch: Any) -> Any:
+        seen.append(batch)
+        loss = model(torch.ones(1, 2)).sum()
+        return loss.reshape(1), loss.detach()
+
+    for name in TRAINING:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = getattr(pipeline, name)(model, optimizer, device="meta", custom_model_fwd=forward)
+        with succeeds("a step", where=name):
+            schedule.progress(iter([[Described(torch.ones(3), [Described, int]), Described]]))
+        (moved, kind) = seen.pop()
+        kinds = [each is one for each, one in zip((kind, *moved.kinds), (Described, Described, int), strict=True)]
+        assert_equal((kinds, moved.values.device.type), ([True] * 3, "meta"), where=name)
