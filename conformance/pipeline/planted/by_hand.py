@@ -18,11 +18,6 @@ absent_batches_looked_up = patched(
     mutated("twinproof.pipeline.driver:LookupPipeline.start_embedding_lookup", "if batch is not None:", "if True:"),
     kills="PIPE-566",
 )
-lookups_of_an_empty_pipeline = patched(
-    "An empty pipeline waits for the lookup of its first batch.",
-    mutated("twinproof.pipeline.driver:LookupPipeline.wait_embedding_lookup", "if self._queue:", "if True:"),
-    kills="PIPE-566",
-)
 early_without_a_batch = patched(
     "A pipeline in which nothing is in flight looks up early.",
     mutated("twinproof.pipeline.driver:TrainPipelineSemiSync.is_semi_sync", "len(self._queue) > 0 and ", ""),
@@ -80,11 +75,6 @@ inserted_at_the_end = patched(
 contexts_to_the_first = patched(
     "A context is the first batch's, which has one.",
     mutated("twinproof.pipeline.stages:QueueView.insert", " if batch.given_context is None", ""),
-    kills="PIPE-572",
-)
-inserted_batches_are_contexts = patched(
-    "A batch that is inserted is the context of one that lacks it.",
-    mutated("twinproof.pipeline.stages:QueueView.insert", " and not self._is_batches", ""),
     kills="PIPE-572",
 )
 contexts_replace_batches = patched(
