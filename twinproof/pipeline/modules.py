@@ -314,12 +314,8 @@ class TableBatchedEmbeddingBags(BoundToLookup):
     def _check_offsets(self, bags: Bags) -> None:
         count, found = len(self.feature_tables), bags.offsets.numel() - 1
         if found < 0 or found % count:
-            raise ShapeError(
-                "offsets are [features * samples + 1]",
-                got=found + 1,
-                expected=f"{count} * samples + 1",
-                where="offsets",
-            )
+            expected = f"{count} * samples + 1"
+            raise ShapeError("offsets are [features * samples + 1]", got=found + 1, expected=expected, where="offsets")
         check_ids(bags)
         if bags.offsets.device.type == "cpu":
             ends = (int(bags.offsets[0]), int(bags.offsets[-1]))
@@ -528,6 +524,14 @@ class Pooled(torch.autograd.Function):
         return None, None, None, weights, *dense
 
 
+def _are_on_meta(features: KeyedJaggedTensor, weight: torch.Tensor, where: str) -> bool:
+    """Whether a batch and the tables are. Raises ConfigError where one of both is."""
+    if features.values().is_meta != weight.is_meta:
+        found = (features.device(), weight.device)
+        raise ConfigError("a batch and tables of which one is on meta", got=found, where=where)
+    return weight.is_meta
+
+
 def table_module(table: EmbeddingBagConfig, device: Any) -> torch.nn.EmbeddingBag:
     """The table as torch's module, which torch's compilers know."""
     rows, columns = table.num_embeddings, table.embedding_dim
@@ -615,8 +619,8 @@ class EmbeddingBagCollection(BoundToLookup):
             return self._by_torch(cast(KeyedJaggedTensor, batch))
         features = own_batch(batch)
         params: list[Any] = [self.embedding_bags[table.name].weight for table in self._configs]
-        if features.values().is_meta or params[0].is_meta:
-            return self._on_meta(features, params[0])
+        if _are_on_meta(features, params[0], "EmbeddingBagCollection"):
+            return self._on_meta(features)
         bags = select(features, self.feature_names, weighted=self._is_weighted)
         counts = [table.num_embeddings for table in self._feature_tables]
         names = [table.name for table in self._feature_tables]
@@ -624,10 +628,7 @@ class EmbeddingBagCollection(BoundToLookup):
         pooled = Pooled.apply(self._engine, self._configs, bags, bags.weights, *params)  # type: ignore[no-untyped-call]
         return KeyedTensor(list(self._embedding_names), list(self._widths), pooled)
 
-    def _on_meta(self, features: KeyedJaggedTensor, weight: torch.Tensor) -> KeyedTensor:
-        if not (features.values().is_meta and weight.is_meta):
-            found = (features.device(), weight.device)
-            raise ConfigError("a batch and tables of which one is on meta", got=found, where="EmbeddingBagCollection")
+    def _on_meta(self, features: KeyedJaggedTensor) -> KeyedTensor:
         pooled = torch.empty(features.stride(), sum(self._widths), dtype=torch.float32, device="meta")
         return KeyedTensor(list(self._embedding_names), list(self._widths), pooled)
 
@@ -757,7 +758,7 @@ class EmbeddingCollection(BoundToLookup):
 
         Raises:
             MissingKeyError: a feature that is not in the batch. IdRangeError: an id outside its table, under "fatal".
-            ShapeError: values that are no ids.
+            ShapeError: values that are no ids. ConfigError: a batch or tables on meta, of which the other is not.
         """
         if torch.jit.is_scripting():
             return self._by_torch(features)
@@ -768,7 +769,7 @@ class EmbeddingCollection(BoundToLookup):
         if isinstance(batch, torch.fx.Proxy):
             return self._by_torch(cast(KeyedJaggedTensor, batch))
         features = own_batch(batch)
-        if features.values().is_meta:
+        if _are_on_meta(features, next(self.parameters()), "EmbeddingCollection"):
             return self._by_torch(features)
         tables = [table for table in self._configs for _ in table.feature_names]
         given = zip(select_each(features, self.feature_names), tables, strict=True)
@@ -955,9 +956,8 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         _check_lengths(max_feature_lengths)
         self.max_feature_lengths = dict(max_feature_lengths)
         self._pre_processed = False
-        weights = {
-            name: torch.nn.Parameter(torch.ones(size, device=device)) for name, size in max_feature_lengths.items()
-        }
+        sizes = max_feature_lengths.items()
+        weights = {name: torch.nn.Parameter(torch.ones(size, device=device)) for name, size in sizes}
         self.position_weights = torch.nn.ParameterDict(weights)
 
     @property

@@ -39,9 +39,9 @@ def traced_collections_differ(original: Any, module: Any, batch: Any) -> Any:
 
 
 @fault(kills="PIPE-228", at="twinproof.pipeline.modules:EmbeddingBagCollection._on_meta")
-def one_row_on_meta(original: Any, module: Any, features: Any, weight: Any) -> Any:
+def one_row_on_meta(original: Any, module: Any, features: Any) -> Any:
     """Batches on meta have one sample."""
-    found = original(module, features, weight)
+    found = original(module, features)
     return type(found)(found.keys(), found.length_per_key(), found.values()[:1])
 
 
