@@ -210,6 +210,38 @@ def test_outside_all_buckets(rank_pool: Any) -> None:
         rank_pool.run(_outside_buckets, world_size)
 
 
+def _outside_of_two(rank: Rank) -> None:
+    """Ids outside of a table alone, and outside of all buckets besides."""
+    pipeline, kinds = rank.component("pipeline"), ("chunked", "row_wise", "stored")
+    for chunked in (1, _ROWS):
+        told = []
+        for is_there in (False, True):
+            with on_pretend() as device:
+                module, _ = _collection(rank, kinds, is_there=is_there)
+                ids = torch.tensor([chunked, 2, _ROWS, 3])
+                lengths = torch.ones(4, dtype=torch.int64)
+                wrong = pipeline.KeyedJaggedTensor(["f0", "f1", "f2", "f3"], ids, lengths=lengths)
+                place = device.device if is_there else torch.device("cpu")
+                given = (wrong if rank.rank == 0 else _batch(rank, kinds, 0)).to(place)
+                expected = IdRangeError if rank.world_size == 1 else (IdRangeError, DistributedError)
+                with raises(expected, mentions=("outside of their tables", "t1")) as raised:
+                    module.to(place)
+                    module.input_dist(module.create_context(), given).wait()
+                told.append(str(raised.error))
+        assert_equal(told[1], told[0], where=f"{chunked} in buckets: what is told")
+
+
+@requirement(
+    "PIPE-595",
+    "Of several checks of ids whose answers are late the first that fails MUST be told, as on the host, whether or not "
+    "one behind it fails.",
+    needs=NEEDS,
+)
+def test_first_of_several_checks(rank_pool: Any) -> None:
+    for world_size in (1, 2):
+        rank_pool.run(_outside_of_two, world_size)
+
+
 def _unsharded(pipeline: Any, check: str = "fatal") -> dict[str, tuple[Any, Any]]:
     """Modules of three tables and four features, and what calls each."""
     configs = _configs(pipeline)

@@ -209,8 +209,7 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
             return [self.words, *extras]
         if self.received is None:
             fuse_input_dists([self])
-        if self.request is not None:
-            self.request.wait()
+        self.request.wait()
         sent = [] if self._segments is None else [self._sent]
         return [self._rows().reshape(-1), *sent, *extras]
 

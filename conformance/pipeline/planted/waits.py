@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault
+from conformance.harness import fault, mutated, patched
 
 _CHECKED = "twinproof.pipeline.modules:check_each"
 
@@ -109,3 +109,11 @@ def rows_are_looked_at_one_by_one(original: Any, features: Any, name: str) -> to
 def longest_bags_are_asked_for(original: Any, weight: torch.Tensor, positions: torch.Tensor, *rest: Any) -> None:
     """The host asks for the longest bag of each feature by itself."""
     original(weight, positions, rest[0], None)
+
+
+last_check_is_told = patched(
+    "Of several late checks the last is told.",
+    mutated("fastimpl.pipeline.input_dist:InputDist._hear", "if self._failure is None:", "if True:"),
+    kills="PIPE-595",
+    of="fastimpl",
+)

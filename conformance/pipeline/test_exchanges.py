@@ -1,0 +1,161 @@
+"""Exchanges of several modules: in whatever groups they are fused, and of whom each is told what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
+from conformance.harness.places import on_pretend
+from conformance.pipeline.batches import random_jagged, values_of
+from conformance.pipeline.cases import TRAINING
+from conformance.pipeline.jobs import Batch, Job, assert_same_state
+from conformance.pipeline.model import assert_bits
+from conformance.pipeline.sharding import collection_of, sharded_of
+from twinproof.errors import ConfigError, MissingKeyError
+from twinproof.pipeline.sharding import Awaitable
+
+KINDS = ("table_wise", "row_wise", "data_parallel")
+
+
+def _module(pipeline: Any, number: int, group: Any = None) -> Any:
+    """Three features, of which each table is cut by another kind."""
+    configs = [pipeline.EmbeddingBagConfig(7, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(3)]
+    whole = collection_of(pipeline, configs, [values_of((7, 4), 10 * number + i) for i in range(3)])
+    plan = {
+        f"t{i}": pipeline.table_wise(0) if kind == "table_wise" else getattr(pipeline, kind)() for i, kind in _each()
+    }
+    return sharded_of(pipeline, whole, plan, "sgd", group, device="cpu")
+
+
+def _each() -> Any:
+    return enumerate(KINDS)
+
+
+def _finished(module: Any, context: Any, given: Any) -> torch.Tensor:
+    found: torch.Tensor = module.compute_and_output_dist(context, given.wait().wait()).wait().values().detach()
+    return found
+
+
+# In which groups three exchanges are fused, and whose sizes are waited for between.
+GROUPS: dict[str, Callable[[Any, Any], Any]] = {
+    "all": lambda fuse, d: fuse(d),
+    "none": lambda fuse, d: None,
+    "one of two twice": lambda fuse, d: (fuse(d[:2]), fuse(d[1:])),
+    "all twice": lambda fuse, d: (fuse(d), fuse(d)),
+    "one, then all": lambda fuse, d: (fuse(d[:1]), fuse(d)),
+    "with one that was read": lambda fuse, d: (fuse(d[:2]), d[0].wait(), fuse(d)),
+    "overlapping, one read between": lambda fuse, d: (fuse(d[:2]), fuse(d[1:]), d[0].wait()),
+    "with what is none of ours": lambda fuse, d: fuse([*d, Awaitable(lambda: None)]),
+}
+
+
+def _fused(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    modules = [_module(pipeline, number, rank.group) for number in range(3)]
+    stride = 3 + rank.rank
+    batches = [random_jagged(["f0", "f1", "f2"], [7] * 3, stride, 10 * n + rank.rank).kjt(pipeline) for n in range(3)]
+    expected = [module(batch).values().detach() for module, batch in zip(modules, batches, strict=True)]
+    counts = dict[str, int]()
+    for what, fuse in GROUPS.items():
+        contexts = [module.create_context() for module in modules]
+        exchange = mock.Mock(side_effect=dist.all_to_all_single)
+        with mock.patch.object(dist, "all_to_all_single", exchange):
+            dists = [m.input_dist(ctx, each) for m, ctx, each in zip(modules, contexts, batches, strict=True)]
+            with succeeds("exchanges", where=what):
+                fuse(pipeline.fuse_input_dists, dists)
+                found = [_finished(*parts) for parts in zip(modules, contexts, dists, strict=True)]
+        for number, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert_bits(got, wanted, f"{what}: module {number}")
+        counts[what] = exchange.call_count
+    for what in ("all twice", "with what is none of ours"):
+        assert_equal(counts[what], counts["all"], where=f"{what}: exchanges")
+    for what in set(GROUPS) - {"none"}:
+        assert_equal(counts["all"] <= counts[what] <= counts["none"], True, where=f"{what}: exchanges {counts}")
+
+
+@requirement(
+    "PIPE-593",
+    "Exchanges MUST give what each gives alone in whatever groups they are fused, one in several, again, or after its "
+    "sizes were read, beside what is none of ours, and send nothing twice.",
+)
+def test_fused_in_groups(rank_pool: Any) -> None:
+    for world_size in (1, 2):
+        rank_pool.run(_fused, world_size)
+
+
+@requirement(
+    "PIPE-594",
+    "Exchanges of modules on several devices MUST be fused, and each give what it gives alone.",
+)
+def test_fused_over_devices(pipeline: Any) -> None:
+    modules = [_module(pipeline, number) for number in range(4)]
+    batches = [random_jagged(["f0", "f1", "f2"], [7] * 3, 3, number).kjt(pipeline) for number in range(4)]
+    expected = [module(batch).values().detach() for module, batch in zip(modules, batches, strict=True)]
+    with on_pretend() as device:
+        places = [torch.device("cpu"), device.device] * 2
+        for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
+            contexts = [module.to(place).create_context() for module, place in zip(modules, places, strict=True)]
+            dists = [
+                module.input_dist(context, batch.to(place))
+                for module, context, batch, place in zip(modules, contexts, batches, places, strict=True)
+            ]
+            with succeeds("exchanges", where=f"{order}"):
+                pipeline.fuse_input_dists(dists)
+                found = {n: _finished(modules[n], contexts[n], dists[n]).cpu() for n in order}
+            for number, wanted in enumerate(expected):
+                assert_bits(found[number], wanted, f"{order}: module {number}")
+
+
+def _without_first(ids: Any) -> Any:
+    """A batch that lacks a feature."""
+    return ids.permute(list(range(1, len(ids.keys()))))
+
+
+@requirement(
+    "PIPE-592",
+    "What the exchange of a batch raised, made ahead of its turn, MUST come out as it is when its turn comes, in every "
+    "schedule, with key-value tables or none; the steps before and behind are the loop's.",
+)
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("name", TRAINING)
+def test_failed_ahead(pipeline: Any, kvstore: Any, name: str, is_stored: bool) -> None:
+    options: dict[str, Any] = {"kvstore": kvstore if is_stored else None, "kinds": ("table_wise", "row_wise")}
+    job, loop = (Job(pipeline, 3, **options) for _ in range(2))
+    given, batches = job.batches(5), loop.batches(5)
+    given[2] = Batch(given[2].dense, [_without_first(each) for each in given[2].ids], given[2].target)
+    schedule, loader = job.schedule(name, **({"start_batch": 10**6} if "Semi" in name else {})), iter(given)
+    for step, batch in enumerate(batches):
+        if step == 2:
+            with raises(MissingKeyError, mentions=("f0",), where=name):
+                schedule.progress(loader)
+            continue
+        with succeeds("a step", where=f"{name}: step {step}"):
+            output = schedule.progress(loader)
+        assert_bits(output, loop.step(batch), f"{name}: step {step}")
+        assert_same_state(job, loop, f"{name}: step {step}")
+
+
+@requirement(
+    "PIPE-596",
+    "A sharding MUST be refused by name whose ranks are no whole numbers, and one that has a store or buckets and is "
+    "not of key-value tables.",
+)
+def test_parts_of_plans(pipeline: Any) -> None:
+    table = pipeline.EmbeddingBagConfig(5, 4, "t", feature_names=["f"])
+    collection = pipeline.EmbeddingBagCollection([table])
+    wrong = [pipeline.table_wise(rank) for rank in (True, 0.0, "0", None)]
+    for sharding in (*wrong, pipeline.column_wise([False]), pipeline.column_wise([0.0])):
+        with raises(ConfigError, mentions=("ranks", "t"), where=f"{sharding.ranks}"):
+            pipeline.ShardedEmbeddingBagCollection(collection, {"t": sharding})
+    kind = type(pipeline.row_wise())
+    for name in ("row_wise", "data_parallel", "column_wise"):
+        for part in ("store", "buckets"):
+            for value in (object(), "a word", 0):
+                with raises(ConfigError, mentions=(part, name), where=f"{name} with {part}={value!r}"):
+                    kind(name, (0,) if name == "column_wise" else (), **{part: value})
