@@ -166,3 +166,34 @@ def _rows_of(job: Job, number: int, table: str, batches: list[Any]) -> int:
     ids = [torch.cat([batch.ids[number][name].values() for name in config.feature_names]) for batch in batches]
     again = [torch.isin(later, before).sum() for before, later in pairwise(ids)]
     return sum(each.numel() for each in ids) + int(sum(again))
+
+
+@requirement(
+    "PIPE-597",
+    "Rows read ahead MUST be read again where somebody writes or deletes them between that and the update of the batch "
+    "before, whether that update has rows of its own or none.",
+)
+@pytest.mark.parametrize("change", ["write", "delete"])
+def test_changed_before_the_update(pipeline: Any, kvstore: Any, change: str) -> None:
+    def run(name: str) -> list[torch.Tensor]:
+        store = kvstore.KVStore({"a": kvstore.RowLayout(4, optimizer="sgd")}, optimizer_in_row=True, clock=lambda: 5)
+        store.set("a", torch.tensor([5, 6]), torch.tensor([[1.0], [2.0]]).expand(2, 4).contiguous())
+        model = Looked(pipeline, store, kvstore.Buckets(4))
+
+        class Editing(getattr(pipeline, name)):  # type: ignore[misc]
+            """Edits the store when the backward begins."""
+
+            def _backward(self, losses: torch.Tensor) -> None:
+                _write_one(store) if change == "write" else store.delete("a", torch.tensor([6]))
+                super()._backward(losses)
+
+        schedule = Editing(model, torch.optim.SGD([model.scale], 0.1), torch.device("cpu"))
+        some = [[1, 2], [5, 6], [], [5, 6], [6], [], [6, 5]]
+        ids = [torch.tensor(each, dtype=torch.int64) for each in some]
+        batches = iter([pipeline.KeyedJaggedTensor(["a"], each, lengths=_one(each)) for each in ids])
+        return [schedule.progress(batches) for _ in some]
+
+    expected = run("TrainPipelineBase")
+    for step, (one, other) in enumerate(zip(run(PREFETCH[0]), expected, strict=True)):
+        assert_bits(one, other, f"{change}: step {step}")
+    assert_equal(bool(expected[1].any()), True, where="whether there was anything to read")

@@ -569,3 +569,41 @@ def test_gradients_of_masters(pipeline: Any, offload: Any, stashes: bool) -> Non
                 grads.append("an error")
         seen.append(grads)
     assert_equal(seen[1], seen[0], where="gradients that steps begin with")
+
+
+def _hooked(rank: Rank, name: str) -> None:
+    job, loop = (Job(rank.component("pipeline"), 3, rank, kinds=TABLES, reduces=each) for each in (False, True))
+
+    def mean(grad: torch.Tensor) -> torch.Tensor:
+        found = grad / rank.world_size
+        dist.all_reduce(found, group=rank.group)
+        return found
+
+    for param in (*job.model.bottom.parameters(), *job.model.top.parameters()):
+        param.register_hook(mean)  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {"start_batch": 10**6} if "Semi" in name else {}
+    schedule, loader = job.schedule(name, **options), iter(job.batches(3))
+    for step, batch in enumerate(loop.batches(3)):
+        with succeeds("a step", where=f"{name} step {step}, hooks of gradients"):
+            output = schedule.progress(loader)
+        assert_bits(output, loop.step(batch), f"{name} step {step}, hooks of gradients")
+    for prepare in (_wrapped, _tables_alone, _frozen):
+        job, loop = (Job(rank.component("pipeline"), 3, rank, kinds=TABLES, reduces=False) for _ in range(2))
+        for each in (job, loop):
+            prepare(each, rank)
+        schedule, loader = job.schedule(name, reduce_dense_gradients=True, **options), iter(job.batches(3))
+        for step, batch in enumerate(loop.batches(3)):
+            where = f"{name} step {step}, nothing to reduce: {prepare.__name__}"
+            with succeeds("a step", where=where):
+                output = schedule.progress(loader)
+            assert_bits(output, loop.step(batch), where)
+
+
+@requirement(
+    "PIPE-591",
+    "Hooks of gradients themselves MUST count as what reduces them; and where nothing is left to reduce a schedule that "
+    "is asked to MUST step as one that is not.",
+)
+@pytest.mark.parametrize("name", ["TrainPipelineBase", FUSED, "TrainPipelineSemiSync"])
+def test_nothing_to_reduce(rank_pool: Any, name: str) -> None:
+    rank_pool.run(_hooked, 2, name)

@@ -66,10 +66,9 @@ class PrefetchedRows(StoreRows):
     def step(self, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper) -> None:
         """Take one step, and read again what both batches have."""
         ahead = self._ahead()
-        known = ahead is not None and ahead.mark.is_now()
         super().step(ids, grads, hyper)
-        # One change more is this update's; a second would be somebody else's, to rows that are not known here.
-        if ahead is not None and known and self.store.mark() == ahead.mark.mark + 1:
+        # One change more is this update's; a second is somebody else's, before or behind it, to rows not known here.
+        if ahead is not None and self.store.mark() == ahead.mark.mark + 1:
             self._read_again(ahead, ids)
             ahead.mark.mark += 1
 

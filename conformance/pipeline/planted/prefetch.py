@@ -54,3 +54,15 @@ def rows_changed_in_the_update(original: Any, rows: Any, *given: Any) -> None:
     original(rows, *given)
     if known:
         ahead.mark.mark = rows.store.mark()
+
+
+changes_before_an_update_missed = patched(
+    "What somebody changes before an update is taken for the update's.",
+    mutated(
+        "fastimpl.pipeline.prefetch:PrefetchedRows.step",
+        "if ahead is not None and self.store.mark() == ahead.mark.mark + 1:",
+        "if ahead is not None:\n        ahead.mark.mark = self.store.mark() - 1",
+    ),
+    kills="PIPE-597",
+    of="fastimpl",
+)

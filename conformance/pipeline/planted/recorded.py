@@ -1,0 +1,40 @@
+"""Faults that ``test_recorded`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+priorities_forgotten = patched(
+    "A recorder asks for streams without priority.",
+    mutated(
+        "fastimpl.pipeline.recording:Recorder.stream",
+        "self._engine.stream(name, priority) if priority else self._engine.stream(name)",
+        "self._engine.stream(name)",
+    ),
+    kills="PIPE-598",
+    of="fastimpl",
+)
+streams_of_one_name = patched(
+    "Streams of one name are one.",
+    mutated("fastimpl.pipeline.recording:Recorder.stream", " if taken else name", " if False else name"),
+    kills="PIPE-598",
+    of="fastimpl",
+)
+reads_of_the_host = patched(
+    "A read of the host's own memory is a wait.",
+    mutated("fastimpl.pipeline.recording:_Reads.__torch_function__", " and self.recorder.holds(args[0])", ""),
+    kills="PIPE-598",
+    of="fastimpl",
+)
+all_work_at_the_left = patched(
+    "All work of the steps stands at the left.",
+    mutated("fastimpl.pipeline.overlap_views:_earlier", " and span.end_s <= begin_s", ""),
+    kills="PIPE-599",
+    of="fastimpl",
+)
+letters_without_room = patched(
+    "A letter stands where there is no room.",
+    mutated("fastimpl.pipeline.overlap_views:_box", ' if width > 8 else ""', ""),
+    kills="PIPE-599",
+    of="fastimpl",
+)
