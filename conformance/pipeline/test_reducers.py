@@ -601,7 +601,7 @@ def _hooked(rank: Rank, name: str) -> None:
 
 @requirement(
     "PIPE-591",
-    "Hooks of gradients themselves MUST count as what reduces them; and where nothing is left to reduce a schedule that "
+    "Hooks of gradients themselves MUST count as what reduces them; where nothing is left to reduce a schedule that "
     "is asked to MUST step as one that is not.",
 )
 @pytest.mark.parametrize("name", ["TrainPipelineBase", FUSED, "TrainPipelineSemiSync"])
