@@ -34,7 +34,7 @@ def _means(tables: Sequence[HeldTable]) -> list[bool]:
 
 def _momenta(tables: Sequence[HeldTable], name: str) -> list[torch.Tensor]:
     # One for all tables without this state: each new tensor takes longer than the rest of the list.
-    absent = torch.empty(0, dtype=torch.float32, device=tables[0].weight.device if tables else None)
+    absent = torch.empty(0, dtype=torch.float32, device=tables[0].weight.device)
     return [table.states.get(name, absent) for table in tables]
 
 

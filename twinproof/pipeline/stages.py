@@ -1079,7 +1079,7 @@ def _each_tensor(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
         return change(result)
     if isinstance(result, dict):
         return {key: _each_tensor(value, change) for key, value in result.items()}
-    if hasattr(result, "key_dim") and hasattr(result, "length_per_key"):
+    if hasattr(result, "key_dim"):
         values = _each_tensor(result.values(), change)
         return type(result)(list(result.keys()), list(result.length_per_key()), values, result.key_dim())
     if hasattr(result, "weights_or_none") and not hasattr(result, "keys"):
