@@ -79,21 +79,7 @@ def _fused(rank: Rank) -> None:
         assert_equal(counts["all"] <= counts[what] <= counts["none"], True, where=f"{what}: exchanges {counts}")
 
 
-@requirement(
-    "PIPE-593",
-    "Exchanges MUST give what each gives alone in whatever groups they are fused, one in several, again, or after its "
-    "sizes were read, beside what is none of ours, and send nothing twice.",
-)
-def test_fused_in_groups(rank_pool: Any) -> None:
-    for world_size in (1, 2):
-        rank_pool.run(_fused, world_size)
-
-
-@requirement(
-    "PIPE-594",
-    "Exchanges of modules on several devices MUST be fused, and each give what it gives alone.",
-)
-def test_fused_over_devices(pipeline: Any) -> None:
+def _fused_over_devices(pipeline: Any) -> None:
     modules = [_module(pipeline, number) for number in range(4)]
     batches = [random_jagged(["f0", "f1", "f2"], [7] * 3, 3, number).kjt(pipeline) for number in range(4)]
     expected = [module(batch).values().detach() for module, batch in zip(modules, batches, strict=True)]
@@ -110,6 +96,17 @@ def test_fused_over_devices(pipeline: Any) -> None:
                 found = {n: _finished(modules[n], contexts[n], dists[n]).cpu() for n in order}
             for number, wanted in enumerate(expected):
                 assert_bits(found[number], wanted, f"{order}: module {number}")
+
+
+@requirement(
+    "PIPE-593",
+    "Exchanges MUST give what each gives alone in whatever groups they are fused, one in several, again, or after its "
+    "sizes were read, beside what is none of ours, and send nothing twice; those of modules on several devices too.",
+)
+def test_fused_in_groups(pipeline: Any, rank_pool: Any) -> None:
+    _fused_over_devices(pipeline)
+    for world_size in (1, 2):
+        rank_pool.run(_fused, world_size)
 
 
 def _without_first(ids: Any) -> Any:
@@ -144,7 +141,7 @@ def test_failed_ahead(pipeline: Any, kvstore: Any, name: str, is_stored: bool) -
 @requirement(
     "PIPE-596",
     "A sharding MUST be refused by name whose ranks are no whole numbers, and one that has a store or buckets and is "
-    "not of key-value tables.",
+    "not of key-value tables; the owners of ids MUST be refused of a table whose whole bags are where its parts are.",
 )
 def test_parts_of_plans(pipeline: Any) -> None:
     table = pipeline.EmbeddingBagConfig(5, 4, "t", feature_names=["f"])
@@ -159,3 +156,10 @@ def test_parts_of_plans(pipeline: Any) -> None:
             for value in (object(), "a word", 0):
                 with raises(ConfigError, mentions=(part, name), where=f"{name} with {part}={value!r}"):
                     kind(name, (0,) if name == "column_wise" else (), **{part: value})
+    shardings = {"table_wise": pipeline.table_wise(0), "column_wise": pipeline.column_wise([0])}
+    for name, sharding in (*shardings.items(), ("data_parallel", pipeline.data_parallel())):
+        sharded = pipeline.ShardedEmbeddingBagCollection(collection, {"t": sharding})
+        with raises(NotImplementedError, mentions=("whole bags", name), where=f"owners of a {name} table"):
+            sharded.owner_of(torch.tensor([1, 2]), 0)
+    by_rows = pipeline.ShardedEmbeddingBagCollection(collection, {"t": pipeline.row_wise()})
+    assert_equal(by_rows.owner_of(torch.tensor([1, 4]), 0).tolist(), [0, 0], where="owners of a table by rows")

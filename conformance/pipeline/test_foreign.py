@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import raises, requirement, succeeds
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import values_of
 from conformance.pipeline.cases import FUSED, TRAINING
 from conformance.pipeline.model import assert_bits
+from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import PipelineError
 
 TYPES = "torchrec.distributed.types"
@@ -197,6 +198,51 @@ def test_results_of_others(pipeline: Any, name: str, with_torchrec: bool, monkey
                 assert_bits(scores, _looped(expected, other, batch), f"{where}: step {step}")
             for (key, value), theirs in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
                 assert_bits(value, theirs, f"{where}: {key}")
+
+
+class Around(Held):
+    """A lazy result that knows the module that it is of, as some do."""
+
+    def __init__(self, value: Any, module: torch.nn.Module) -> None:
+        super().__init__(value)
+        self.module = module
+
+
+class Stays(Held):
+    """A part of a batch that stays on the host when it is asked to go."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Stays:
+        """Where it is."""
+        return self
+
+
+@requirement(
+    "PIPE-594",
+    "On streams of a device what a module of others returns, in whatever way and lazily too, MUST be kept for the "
+    "stream that reads it, and no access be unordered; the bits are the loop's.",
+    needs=("streams",),
+)
+@pytest.mark.parametrize("name", TRAINING)
+def test_results_on_streams(pipeline: Any, name: str) -> None:
+    ways = {**_ways(pipeline), "lazy, with its module": (lambda rows: Around(rows, torch.nn.Linear(2, 1)), 4)}
+    for way, made in ways.items():
+        device = VirtualDevice(late=True)
+        (model, optimizer), (expected, other) = _pair(made, is_trained=True)
+        batches = _batches(pipeline, 4)
+        for batch in batches:
+            ids, bags = batch.ids, batch.bags
+            parts = [ids.values(), ids.lengths(), ids.offsets(), bags.values(), bags.weights(), bags.lengths()]
+            batch.other = Stays(torch.ones(2))
+            for part in (*parts, bags.offsets(), batch.values, batch.other.value):
+                device.tracker.memory_of(part, stream="host", on_host=True)
+        new = {"emb_lookup_stream": "new"} if name == FUSED else {}
+        with device, succeeds("steps", where=f"{name}, {way}"):
+            schedule = getattr(pipeline, name)(model, optimizer, engine=device.engine, **{**_options(name), **new})
+            loader = iter(batches)
+            scores = [schedule.progress(loader) for _ in batches]
+        assert_equal(device.hazards, [], where=f"{name}, {way}: hazards")
+        for step, batch in enumerate(batches):
+            assert_bits(scores[step], _looped(expected, other, batch), f"{name}, {way}: step {step}")
 
 
 @requirement(

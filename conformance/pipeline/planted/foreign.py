@@ -53,3 +53,19 @@ numbers_and_words_alike = patched(
     mutated("twinproof.pipeline.stages:_same", "not isinstance(one, (int, float, str, bool)) or one == other", "True"),
     kills="PIPE-576",
 )
+lazy_results_not_kept = patched(
+    "What a lazy result holds is not kept for the stream that reads it.",
+    mutated("fastimpl.pipeline.stages:tensors_in", ' or hasattr(type(value), "wait")', ""),
+    kills="PIPE-594",
+    of="fastimpl",
+)
+other_results_not_kept = patched(
+    "What no lookup of ours returns is not kept for the stream that reads it.",
+    mutated(
+        "fastimpl.pipeline.stages:StreamedStages.forward",
+        "batch.results, ",
+        '[each for each in batch.results.values() if hasattr(each, "key_dim")], ',
+    ),
+    kills="PIPE-594",
+    of="fastimpl",
+)
