@@ -6,7 +6,7 @@ import copy
 import sys
 import types
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,6 +48,13 @@ class Given:
     bags: Any
     values: torch.Tensor
     other: Any = None
+
+
+class Two(NamedTuple):
+    """Two parts of a batch."""
+
+    whole: torch.Tensor
+    rest: torch.Tensor
 
 
 class Foreign(torch.nn.Module):
@@ -108,7 +115,7 @@ class Model(torch.nn.Module):
     def forward(self, batch: Given) -> Any:
         """The loss and the scores."""
         values = batch.values
-        parts = (batch.bags, values, [values, values], {"x": values}, 3, "name", batch.other)
+        parts = (batch.bags, values, [values, values], {"x": values}, 3, "name", batch.other, Two(values, values[1:]))
         scores = self.top(_rows(self.foreign(batch.ids, *parts, scale=2.0)))
         return scores.square().sum().reshape(1), scores.detach()
 
@@ -251,15 +258,22 @@ def test_results_on_streams(pipeline: Any, name: str) -> None:
     "by the schedules that need not cut it.",
 )
 def test_results_of_no_kind(pipeline: Any) -> None:
-    way = (lambda rows: [rows], 4)
     for name in TRAINING:
-        (model, optimizer), (expected, other) = _pair(way, is_trained=True)
+        (model, optimizer), (expected, other) = _pair((lambda rows: [rows], 4), is_trained=True)
         schedule, batches = getattr(pipeline, name)(model, optimizer, **_options(name)), _batches(pipeline, 2)
         if "Semi" in name:
             with raises(PipelineError, mentions=("cut off", "list"), where=name):
                 schedule.progress(iter(batches))
             continue
         assert_bits(schedule.progress(iter(batches)), _looped(expected, other, batches[0]), name)
+
+    def ids(rows: torch.Tensor) -> Any:
+        return pipeline.KeyedJaggedTensor(["a"], rows[:, 0].contiguous(), lengths=torch.ones(3, dtype=torch.int64))
+
+    ((model, optimizer), _) = _pair((ids, 4), is_trained=True)
+    schedule = pipeline.TrainPipelineSemiSync(model, optimizer)
+    with raises(PipelineError, mentions=("cut off", "KeyedJaggedTensor"), where="a batch"):
+        schedule.progress(iter(_batches(pipeline, 1)))
 
 
 class Thing:
@@ -279,6 +293,7 @@ CHANGES: dict[str, tuple[int, Any]] = {
     "a number": (5, lambda number: number + 1),
     "a word": (6, lambda word: word + "s"),
     "weights of bags": (1, lambda bags: type(bags)(bags.values(), bags.weights() + 1, bags.lengths())),
+    "a plain tuple for a pair": (8, tuple),
     "something for nothing": (7, lambda nothing: Thing()),
 }
 EQUAL: dict[str, tuple[int, Any]] = {
@@ -287,6 +302,7 @@ EQUAL: dict[str, tuple[int, Any]] = {
     "the same dictionary anew": (4, lambda parts: {key: part.clone() for key, part in parts.items()}),
     "the same number": (5, lambda number: int(str(number))),
     "the same bags anew": (1, lambda bags: type(bags)(bags.values(), bags.weights().clone(), bags.lengths())),
+    "the same pair anew": (8, lambda pair: Two(pair.whole.clone(), pair.rest.clone())),
     "nothing": (7, lambda nothing: nothing),
 }
 
