@@ -76,7 +76,7 @@ columns_as_they_stand = patched(
     ),
     kills="PIPE-615",
 )
-weights_kept = patched(
+positions_stay_trained = patched(
     "Weights by position stay as they were trained.",
     mutated(
         "twinproof.pipeline.modules:PositionWeightedModuleCollection.reset_parameters",
