@@ -13,9 +13,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.pipeline.jobs import Job, outputs_of
 from conformance.pipeline.model import assert_bits
+from conformance.pipeline.sharding import collection_of, sharded_of
+from twinproof.engine import InlineEngine
+from twinproof.errors import ConfigError
+from twinproof.pipeline.jagged import Bags
 
 _META = torch.device("meta")
+_AHEAD = ("TrainPipelineSparseDist", "TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")
 
 
 def _ints(*numbers: int) -> torch.Tensor:
@@ -238,3 +244,60 @@ def test_named_parameters(pipeline: Any) -> None:
     twice = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     assert_equal((sorted(once), len(twice) > len(once)), (names, True), where="remove_duplicate")
     assert_equal([name for name, _ in module.named_parameters(recurse=False)], [], where="recurse")
+
+
+@requirement(
+    "PIPE-641",
+    "An override of _next_batch that calls the pipeline's own MUST step as the loop does, a batch for each call; an "
+    "evaluation pipeline MUST use the engine that it is given or refuse it by name; and the context of a sharded "
+    "module MUST keep the memory of its batch.",
+)
+def test_own_batches(pipeline: Any) -> None:
+    for name in _AHEAD:
+
+        class Mine(getattr(pipeline, name)):  # type: ignore[misc]
+            """Counts what it hands on."""
+
+            count = 0
+
+            def _next_batch(self, dataloader_iter: Any) -> Any:
+                found = super()._next_batch(dataloader_iter)
+                self.count += found is not None
+                return found
+
+        job, loop = Job(pipeline, 3), Job(pipeline, 3)
+        options = {"start_batch": 10**6} if "Semi" in name else {}
+        schedule = Mine(job.model, job.optimizer, job.device, **options)
+        found = outputs_of(schedule, iter(job.batches(4)))
+        assert_equal((len(found), schedule.count), (4, 4), where=f"{name}: outputs and batches")
+        for number, (got, batch) in enumerate(zip(found, loop.batches(4), strict=True)):
+            assert_bits(got, loop.step(batch), f"{name}, step {number}")
+        assert_equal(schedule._pipelined_postprocs, [], where=f"{name}: modules that prepare")
+    job, used = Job(pipeline, 3), list[str]()
+
+    class Noting(InlineEngine):
+        """Notes which streams it makes."""
+
+        def stream(self, name: str, priority: int = 0) -> Any:
+            used.append(name)
+            return super().stream(name, priority)
+
+    try:
+        schedule = pipeline.EvalPipelineSparseDist(job.model, job.optimizer, job.device, engine=Noting())
+    except ConfigError as error:
+        assert_equal("where: engine" in str(error), True, where=f"{error}")
+    else:
+        assert_equal((len(outputs_of(schedule, iter(job.batches(2)))), bool(used)), (2, True), where="its streams")
+    context = sharded_of(
+        pipeline, collection_of(pipeline, *_tables(pipeline)), {"t": pipeline.table_wise(0)}, "sgd"
+    ).create_context()
+    kept: list[int] = []
+    ids, offsets, weights = (torch.zeros(count, device="meta") for count in (3, 4, 5))
+    context.bags = Bags(ids, offsets, weights)
+    with mock.patch.object(torch.Tensor, "record_stream", lambda tensor, _: kept.append(tensor.numel())):
+        context.record_stream("a stream")
+    assert_equal(kept, [3, 4, 5], where="memory that the context keeps")
+
+
+def _tables(pipeline: Any) -> tuple[list[Any], list[torch.Tensor]]:
+    return [pipeline.EmbeddingBagConfig(3, 4, "t", feature_names=["a"])], [torch.zeros(3, 4)]

@@ -121,3 +121,21 @@ parts_below_themselves = patched(
     ),
     kills="PIPE-617",
 )
+ids_alone_are_kept = patched(
+    "The context of a sharded module keeps its ids alone.",
+    mutated(
+        "twinproof.pipeline.sharding:ShardedContext.record_stream",
+        "self.bags.record_stream(stream)",
+        "self.bags.indices.record_stream(stream)",
+    ),
+    kills="PIPE-641",
+)
+batches_pulled_twice = patched(
+    "The pipeline's own next batch is the one behind it.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline._next_batch",
+        "return self._taken(dataloader_iter, lambda batch: batch)",
+        "return self._taken(dataloader_iter, lambda batch: next(dataloader_iter, batch))",
+    ),
+    kills="PIPE-641",
+)
