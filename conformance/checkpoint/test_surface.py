@@ -13,6 +13,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -300,3 +301,33 @@ def test_errors(checkpoint: Any) -> None:
     }
     for name, base in known.items():
         assert_equal(issubclass(getattr(errors, name), base), True, where=f"{name} is a {base.__name__}")
+
+
+def _sent(rank: Rank, path: str) -> None:
+    group = dist.new_group(backend="gloo")
+    kind = rank.component("checkpoint").HuggingFaceStorageWriter
+    # Not every package takes a group; one that it made itself does not travel either.
+    given = {"process_group": group} if "process_group" in inspect.signature(kind).parameters else {}
+    with kind(path, **given) as writer:
+        with succeeds("pickling", where="a writer of two ranks"):
+            sent = pickle.loads(pickle.dumps(writer))
+        facts = (getattr(sent, "group", None), str(sent.path), getattr(writer, "group", group) is not None)
+        assert_equal(facts, (None, str(writer.path), True), where="the group, the path, and the group that stayed")
+    dist.destroy_process_group(group)
+
+
+@requirement(
+    "CKPT-821",
+    "A writer of a group MUST travel to another process without its group, which stays with the writer that was sent; "
+    "torch's public name for files MUST be there on both sides, and what was found MUST be there when it is empty.",
+)
+def test_writers_that_travel(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_sent, 2, str(tmp_path / "ck"))
+    writer = checkpoint.HuggingFaceStorageWriter(tmp_path / "one", save_distributed=False)
+    save(checkpoint, {"w": torch.ones(2)}, tmp_path / "full")
+    reader = checkpoint.HuggingFaceStorageReader(tmp_path / "full")
+    files = [type(side.fs).__name__ for side in (writer, reader)]
+    assert_equal(files, ["FileSystem", "FileSystem"], where="fs")
+    save(checkpoint, {}, tmp_path / "none")
+    empty = checkpoint.HuggingFaceStorageReader(tmp_path / "none").storage_data
+    assert_equal((len(empty), bool(empty)), (0, True), where="what was found of nothing")

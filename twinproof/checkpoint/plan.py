@@ -629,7 +629,7 @@ def _export(dtype: torch.dtype | str | None) -> torch.dtype | None:
 # Which tensor goes to which file.
 
 
-def parse_size(size: int | str, where: str = "max_shard_size") -> int:
+def parse_size(size: int | str) -> int:
     """Bytes, or a decimal size such as ``"5GB"`` as huggingface_hub reads it. Raises ConfigError."""
     given = size
     if isinstance(size, str):
@@ -638,10 +638,10 @@ def parse_size(size: int | str, where: str = "max_shard_size") -> int:
             size = int(float(number) * _UNITS[unit])
         except (KeyError, ValueError, OverflowError):
             raise ConfigError(
-                "not a size", got=size, expected="bytes, or a number with KB, MB, GB or TB", where=where
+                "not a size", got=size, expected="bytes, or a number with KB, MB, GB or TB", where="max_shard_size"
             ) from None
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError("not a size", got=given, expected=">= 1", where=where)
+        raise ConfigError("not a size", got=given, expected=">= 1", where="max_shard_size")
     return size
 
 

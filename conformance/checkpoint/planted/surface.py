@@ -131,3 +131,19 @@ missing_names_stay = patched(
     ),
     kills="CKPT-429",
 )
+
+
+groups_that_travel = patched(
+    "A writer says nothing of what cannot travel with it.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter.__getstate__",
+        '{**self.__dict__, "group": None, "_owns_group": False}',
+        "dict(self.__dict__)",
+    ),
+    kills="CKPT-821",
+)
+nothing_found_is_none = patched(
+    "What was found of nothing is nothing.",
+    mutated("twinproof.checkpoint.catalog:Catalog.__bool__", "return True", "return bool(len(self))"),
+    kills="CKPT-821",
+)
