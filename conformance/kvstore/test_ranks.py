@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +112,59 @@ def test_no_member(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
             save(kvstore, store, tmp_path / "no", process_group=wrong)
         with raises(ConfigError, mentions=["where: process_group", str(wrong)], where=f"views in {wrong}"):
             store.state_dict(process_group=wrong)
+
+
+@contextmanager
+def _default_group(group: Any) -> Iterator[None]:
+    """A program whose default group is this one; None: torch.distributed is not in use yet, or not any more."""
+    before = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before
+
+
+def _places(kvstore: Any, store: Any, modules: list[Any], path: Path) -> list[Any]:
+    """Rows of all ranks and where this rank's begin, by every way that asks for ranks."""
+    buckets, empty = kvstore.Buckets(BUCKETS), store_of(kvstore, kvstore.RowLayout(4, optimizer="sgd"))
+    weights = [store.state_dict(buckets=buckets)["t.weight"], *(each.state_dict()["weight"] for each in modules)]
+    found: list[Any] = [(weight.global_row_count, weight.row_offset) for weight in weights]
+    save(kvstore, store, path, buckets=buckets)
+    kvstore.load(empty, path)
+    return [*found, kvstore.SavedRows(path).size("t"), empty.size("t")]
+
+
+def ask_as_groups_come_and_go(rank: Any, path: str) -> list[str]:
+    """What this rank is told before there is a group, in it, behind it and in one of its own; by every way."""
+    kvstore, world = rank.component("kvstore"), dist.group.WORLD
+    alone = [dist.new_group([number]) for number in range(2)][rank.rank]
+    found, buckets = [], kvstore.Buckets(BUCKETS)
+    stores = _store_of_rank(kvstore, rank, [kvstore.RowLayout(4, optimizer="sgd")] * 2), Path(path)
+    modules: list[Any] = []
+    for number, group in enumerate((None, world, None, world, alone, world)):
+        # A save of all ranks goes to one folder, and one of a rank alone to its own.
+        folder = stores[1] / (f"{number}" if group is world else f"{number} of {rank.rank}")
+        try:
+            with _default_group(group):
+                modules.append(kvstore.KVEmbedding(stores[0], buckets=buckets))
+                found.append(f"{_places(kvstore, stores[0], modules, folder)}")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@requirement(
+    "KV-414",
+    "A state dict, of a store as of a module, a save and a load MUST be of the ranks that there are when they are "
+    "asked for, whatever was asked before torch.distributed was in use, in another group, or behind one.",
+)
+def test_groups_come_and_go(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("two ranks", where="an answer of both"):
+        found = rank_pool.run(ask_as_groups_come_and_go, 2, str(tmp_path), timeout_s=40)
+    for rank, answers in enumerate(found):
+        for number, answer in enumerate(answers):
+            is_alone = number in (0, 2, 4)
+            place = (2, 0) if is_alone else (4, 2 * rank)
+            expected = [*[place] * (number + 2), 2 if is_alone else 4, 2]
+            assert_equal(answer, f"{expected}", where=f"rank {rank}, asked for the time {number}")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from conformance.harness import mutated, patched
+import functools
+from collections.abc import Iterator
+
+from conformance.harness import fault, mutated, patched, swap
+from twinproof.kvstore.statedict import rank_and_world
 
 rows_of_any_layout_saved = patched(
     "Ranks save rows of any layout as the first rank's.",
@@ -28,4 +32,25 @@ any_group_asked = patched(
     "What is no group is asked for its ranks.",
     mutated("twinproof.kvstore.statedict:rank_and_world", "if _is_group(process_group)", "if True"),
     kills="KV-360",
+)
+
+
+_ASKED = tuple(f"{name}:rank_and_world" for name in ("twinproof.kvstore.statedict", "twinproof.kvstore.disk"))
+
+
+@fault(kills="KV-414")
+def ranks_remembered() -> Iterator[None]:
+    """Whether a process is alone, and of how many ranks, is asked for once in its life."""
+    with swap(_ASKED, functools.cache(rank_and_world))():
+        yield
+
+
+group_of_a_module_found_early = patched(
+    "A module without a group has the one that is the default when it is made.",
+    mutated(
+        "twinproof.kvstore.modules:_StoreRows.__init__",
+        "= buckets, process_group",
+        "= buckets, process_group or torch.distributed.group.WORLD",
+    ),
+    kills="KV-414",
 )
