@@ -355,3 +355,48 @@ def test_lookups_of_one_backward(kvstore: Any, optimizer: str) -> None:
         where = f"{optimizer}, through {modules_count}"
         assert_equal(store.step_count("t"), 2, where=f"{where}: steps")
         assert_contents(store, contents(plain), where=where)
+
+
+def _nothing_looked_up() -> dict[str, tuple[str, tuple[torch.Tensor, ...]]]:
+    """Lookups of no ids, as (kind of module, arguments)."""
+    none = ids_of([])
+    return {
+        "no ids": ("KVEmbedding", (none,)),
+        "no rows of ids": ("KVEmbedding", (none.reshape(0, 3),)),
+        "rows of no ids": ("KVEmbedding", (none.reshape(2, 0),)),
+        "no bags": ("KVEmbeddingBag", (none.reshape(0, 3),)),
+        "empty bags": ("KVEmbeddingBag", (none.reshape(2, 0),)),
+        "bags that offsets leave empty": ("KVEmbeddingBag", (none, ids_of([0, 0]))),
+        "no offsets": ("KVEmbeddingBag", (none, none)),
+    }
+
+
+@requirement(
+    "KV-415",
+    "A step with no ids, by a lookup's backward or by the store itself, MUST be a step of its table as any other: "
+    "counted, told to who listens to steps, in every state dict, and what the next one is corrected for; it MUST make "
+    "no row.",
+)
+@pytest.mark.parametrize("optimizer", ["adam", "lamb", "rowwise_adagrad"])
+def test_steps_of_no_ids(kvstore: Any, optimizer: str) -> None:
+    layout, ids = kvstore.RowLayout(4, optimizer=optimizer), ids_of([1, 2])
+    for name, (kind, arguments) in {**_nothing_looked_up(), "the store": ("", ())}.items():
+        store, plain = (store_of(kvstore, layout) for _ in range(2))
+        made = {each: getattr(kvstore, each)(store, lr=LR) for each in ("KVEmbedding", "KVEmbeddingBag")}
+        heard: list[str] = []
+        store.add_listener(heard.append, steps=True)
+        made["KVEmbedding"](ids).sum().backward()
+        before, where = contents(store), f"{name}, {optimizer}"
+        for _ in range(3):
+            if kind:
+                with succeeds("a backward", where=where):
+                    made[kind](*arguments).sum().backward()
+            else:
+                store.apply_gradients("t", ids[:0], torch.zeros(0, 4), LR, None)
+        assert_contents(store, before, where=where)
+        assert_equal((store.step_count("t"), len(heard)), (4, 4), where=f"steps that were counted and heard, {where}")
+        assert_equal(int(store.state_dict()["t.step"].full_tensor()), 4, where=f"the step of a state dict, {where}")
+        made["KVEmbedding"](ids).sum().backward()
+        for step in (1, 5):
+            plain.apply_gradients("t", ids, torch.ones(2, 4), LR, step)
+        assert_contents(store, contents(plain), where=f"the step behind, {where}")

@@ -147,3 +147,21 @@ offsets_beside_whole_bags = patched(
     ),
     kills="KV-373",
 )
+
+
+lookups_of_nothing_take_no_step = patched(
+    "The backward of a lookup of no ids takes no step.",
+    mutated(f"{_MODULE}._step", "self.store.apply_gradients(", "ids.numel() and self.store.apply_gradients("),
+    kills="KV-415",
+)
+_APPLY = "twinproof.kvstore.store:KVStore.apply_gradients"
+steps_of_nothing_uncounted = patched(
+    "A step with no ids is not counted.",
+    mutated(_APPLY, "self._steps[table] = number", "self._steps[table] = number if len(ids) else self._steps[table]"),
+    kills="KV-415",
+)
+steps_of_nothing_unheard = patched(
+    "Nobody hears of a step with no ids.",
+    mutated(_APPLY, "in self._step_listeners:", "in self._step_listeners if len(ids) else ():"),
+    kills="KV-415",
+)
