@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import given
 
-from conformance.harness import assert_equal, examples, raises, requirement
+from conformance.harness import assert_equal, examples, raises, requirement, succeeds
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     assert_bits,
@@ -312,3 +313,64 @@ def test_marks_that_stay(kvstore: Any, tmp_path: Path) -> None:
         assert_equal(store.mark(), mark, where=f"mark after {name}")
     store.delete("t", ids_of([2]))
     assert_equal(store.mark() > mark, True, where="mark after a change")
+
+
+def _refused(kvstore: Any, store: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Calls that look at a store, or at its present rows, and are refused on the way, by name."""
+    few, ids = kvstore.Buckets(2, "chunk", 10), ids_of([1, 500])
+    module, view = kvstore.KVEmbedding(store, buckets=few), kvstore.KVTensor(store, ids, "weight")
+    wide = store_of(kvstore, kvstore.RowLayout(8, optimizer="adam"))
+    wide.set("t", ids, weights_of(wide, 2, 1))
+    save(kvstore, wide, folder / "wide")
+    mine = {f"t.{name}": kvstore.KVTensor(store, ids, name) for name in ("weight", "momentum1")}
+    calls: dict[str, Callable[[], Any]] = {
+        "the state dict of a module": module.state_dict,
+        "a save of ids outside": lambda: save(kvstore, store, folder / "no", buckets=few),
+        "a save in no form": lambda: save(kvstore, store, folder / "no", form="columns"),
+        "a save of no changes": lambda: save(kvstore, store, folder / "no", since=0),
+        "a save over another": lambda: save(kvstore, store, folder / "wide", overwrite="never"),
+        "a load of wide rows": lambda: kvstore.load(store, folder / "wide"),
+        "a load of nothing": lambda: kvstore.load(store, folder / "nothing"),
+        "wide rows": lambda: store.load_state_dict(wide.state_dict(), clear=True),
+        "its own rows, a state short": lambda: store.load_state_dict(mine | {"t.weight_id": ids}),
+        "its own rows, an id twice": lambda: store.load_state_dict(mine | {"t.weight_id": ids_of([1, 1])}),
+        "a part behind the end": lambda: view.narrow(0, 1, 2),
+        "a view of no such thing": lambda: kvstore.KVTensor(store, ids, "momentum3"),
+        "an eviction by what it has not": lambda: store.evict("u", policy=kvstore.EvictionPolicy.count(2)),
+    }
+    wrong: dict[str, dict[str, Any]] = {
+        "ids outside": {"buckets": few},
+        "no buckets": {"buckets": 2},
+        "no such table": {"tables": ("u",)},
+        "chunks of nothing": {"chunk_rows": 0},
+        "no group": {"process_group": "world"},
+    }
+    for name, options in wrong.items():
+        for snapshot in (False, True):
+            called = partial(store.state_dict, snapshot=snapshot, **options)
+            calls[f"a state dict with {name}, snapshot={snapshot}"] = called
+    return calls
+
+
+@requirement(
+    "KV-416",
+    "A call that is refused MUST leave open what the caller has open, and hold nothing of its own: the store, its "
+    "moments and views of either are read and written behind it as before, and no moment is left.",
+)
+def test_open_after_refusals(kvstore: Any, tmp_path: Path) -> None:
+    store, ids = store_of(kvstore), ids_of([1, 500])
+    store.set_rows("t", random_rows(store, [1, 500], 4))
+    moment, before = store.snapshot(), contents(store)
+    views = [kvstore.KVTensor(source, ids, "row") for source in (store, moment)]
+    rows = views[0].full_tensor()
+    for name, call in _refused(kvstore, store, tmp_path).items():
+        with raises((TwinproofError, FileNotFoundError), where=name):
+            call()
+        with succeeds("what was open", where=f"after {name}"):
+            for source in (store, moment):
+                assert_contents(source, before, where=f"{type(source).__name__} after {name}")
+            for view in views:
+                assert_bits(view.full_tensor(), rows, where=f"a view after {name}")
+            store.set_rows("t", rows)
+            store.state_dict(snapshot=False)["t.weight"].full_tensor()
+            assert_equal(store.stats().snapshot_count, 1, where=f"moments after {name}")

@@ -98,3 +98,16 @@ stateless_rows_are_weights = patched(
     ),
     kills="KV-372",
 )
+
+
+_STATE = "twinproof.kvstore.statedict:state_dict"
+refused_views_close_the_store = patched(
+    "A state dict that is refused closes what it has looked at, also where that is the store itself.",
+    mutated(_STATE, "for taken in moment if snapshot else ():", "for taken in moment:"),
+    kills="KV-416",
+)
+refused_moments_left = patched(
+    "A state dict that is refused keeps its moment for as long as the error is kept.",
+    mutated(_STATE, "taken.close()", "store.__dict__.setdefault('_kept', []).append(taken)"),
+    kills="KV-416",
+)
