@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -443,3 +444,49 @@ def test_subclasses(kvstore: Any) -> None:
             with raises(ConfigError, mentions=[f"'{name}'", "where: Scaled"], where=f"{way}, the table's {name}"):
                 call()
         assert_equal(taken.store.size("a"), 0, where=f"rows of a refused load, {name}")
+
+
+@requirement(
+    "KV-417",
+    "A load of no rows MUST be a load as any other: a module's, and one that clears, leaves its tables empty; each has "
+    "the step that was saved, also where rows stay or other tables bring some; of plain tensors and of views, from "
+    "files of both forms, and in both forms of a state dict.",
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_loads_of_no_rows(kvstore: Any, tmp_path: Path, whole: bool) -> None:
+    bag = partial(kvstore.KVEmbeddingBag, table="a", lr=0.1)
+    for saved_step in (0, 7):
+        empty, where = _adam(kvstore, return_whole_row=whole), f"saved at step {saved_step}"
+        empty.set_step_count("a", saved_step)
+        empty.set_rows("b", random_rows(empty, [3, 5][: saved_step and 2], 2, "b"))
+        plain = {name: value.full_tensor() for name, value in empty.state_dict().items()}
+        views, live = empty.state_dict(), empty.state_dict(snapshot=False)
+        paths = {form: tmp_path / f"{saved_step} {form}" for form in ("rows", "separate")}
+        for form, path in paths.items():
+            save(kvstore, empty, path, form=form)
+        of_module = bag(empty).state_dict()
+        full = {name: value.full_tensor() for name, value in of_module.items()}
+        # By name: the tables that are empty then, and the load.
+        ways: dict[str, tuple[str, Any]] = {
+            "a module": ("a", lambda other, state=of_module: bag(other).load_state_dict(state)),
+            "a module, plain": ("a", lambda other, state=full: bag(other).load_state_dict(state)),
+            "no strictness": ("a", lambda other, state=full: bag(other).load_state_dict(state, strict=False)),
+            "rows": ("", lambda other, path=paths["rows"]: kvstore.load(other, path)),
+            "separate": ("", lambda other, path=paths["separate"]: kvstore.load(other, path)),
+        }
+        for name, state in {"plain": plain, "views": views, "live": live}.items():
+            ways[name] = "", lambda other, state=state: other.load_state_dict(state)
+            ways[f"{name}, clear"] = "ab", lambda other, state=state: other.load_state_dict(state, clear=True)
+        for way, (emptied, load) in ways.items():
+            other = _adam(kvstore, return_whole_row=whole)
+            for table in "ab":
+                other.set_rows(table, random_rows(other, [3, 4], 1, table))
+            _train(bag(other), 0, 3)
+            before = contents(other)
+            with succeeds("a load", where=f"{way}, {where}"):
+                load(other)
+            expected = before | {table: {} for table in emptied}
+            if emptied != "a":
+                expected["b"] = expected["b"] | contents(empty)["b"]
+            assert_contents(other, expected, where=f"{way}, {where}")
+            assert_equal(other.step_count("a"), saved_step, where=f"step after {way}, {where}")

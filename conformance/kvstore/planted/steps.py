@@ -125,3 +125,21 @@ names_of_states_taken_twice = patched(
     ),
     kills="KV-353",
 )
+
+
+loads_of_nothing_skipped = patched(
+    "A module passes over a state dict that lists no rows.",
+    mutated(_LOAD, "if not needed:", "if not needed and state_dict[given['weight_id']].numel():"),
+    kills="KV-417",
+)
+_LOAD_STATE = "twinproof.kvstore.statedict:load_state_dict"
+tables_of_no_rows_stay = patched(
+    "A load that clears leaves a table alone for which it has no rows.",
+    mutated(_LOAD_STATE, "if clear:\n", "if clear and incoming.ids.numel():\n"),
+    kills="KV-417",
+)
+steps_of_no_rows_stay = patched(
+    "The step of a table of no rows is not loaded.",
+    mutated(_LOAD_STATE, "if incoming.step is not None:", "if incoming.step is not None and incoming.ids.numel():"),
+    kills="KV-417",
+)
