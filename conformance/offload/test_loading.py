@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from conformance.offload.cases import (
     reread,
     values,
 )
+from conformance.offload.foreign import FusedAdam
 from twinproof.errors import PlanError
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -301,3 +303,40 @@ def test_states_of_no_parameter(offload: Any) -> None:
             twins.step()
             twins.check()
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-495",
+    "An optimizer with groups of no parameters, wherever they stand among the others, MUST load what was saved of it, "
+    "before its first step and behind it, by the offloader's verb and by its own, with the options of those groups; "
+    "and one MUST be refused that has parameters there, or lacks the group.",
+)
+@pytest.mark.parametrize("listed", [([], [0, 1, 2, 3]), ([0, 1, 2, 3], []), ([0], [], [1, 2, 3], []), ([], [])])
+def test_groups_of_no_parameters(offload: Any, listed: tuple[list[int], ...]) -> None:
+    for first, way in itertools.product((0, 1), ("offloader", "optimizer")):
+        with proven() as device:
+            groups = [(numbers, {"weight_decay": 0.1 * place}) for place, numbers in enumerate(listed)]
+            twins, where = Twins(offload, device, groups=groups), f"groups {listed}, {way}, behind {first} steps"
+            for _ in range(first):
+                twins.step()
+            saved = twins.offloader.snapshot()
+            twins.step()
+            for group in twins.optimizer.param_groups:
+                group["weight_decay"] = 0.5
+            with succeeds("a load", where=where):
+                getattr(twins, way).load_state_dict(saved)
+            twins.plain.load_state_dict(reread(saved))
+            twins.check()
+            twins.step()
+            twins.check()
+            empty, some = listed.index([]), saved["param_groups"]
+            wrong = {
+                "parameters where there are none": [{**each, "params": each["params"] or [9]} for each in some],
+                "a group less": some[:empty] + some[empty + 1 :],
+                "a group more": [*some, {**some[empty]}],
+            }
+            for name, other in wrong.items():
+                with raises(PlanError, mentions=["param_groups"], where=f"{name}, {where}"):
+                    twins.offloader.load_state_dict({**saved, "param_groups": other})
+                twins.check()
+            twins.offloader.close()

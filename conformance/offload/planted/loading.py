@@ -105,3 +105,34 @@ own_states_shared = patched(
     mutated("twinproof.offload.driver:_take_over", "key: copied(own)", "key: own"),
     kills="OPT-442",
 )
+
+
+empty_groups_refused = patched(
+    "A saved group's list of parameters is taken for missing where it is empty.",
+    mutated(
+        "twinproof.offload.driver:_check_form",
+        'isinstance(group.get("params"), (list, tuple))',
+        'group.get("params")',
+    ),
+    kills="OPT-495",
+)
+
+empty_groups_passed_over = patched(
+    "Groups of no parameters are not compared.",
+    mutated(
+        "twinproof.offload.driver:check_states",
+        "if ours != theirs:",
+        "if [*filter(None, ours)] != [*filter(None, theirs)]:",
+    ),
+    kills="OPT-495",
+)
+
+options_of_empty_groups_stay = patched(
+    "A load leaves the options of groups without parameters as they are.",
+    mutated(
+        "twinproof.offload.driver:_take_over",
+        "group.update(options)",
+        "group.update(options if group['params'] else {})",
+    ),
+    kills="OPT-495",
+)
