@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_same_tensor, examples, requirement
-from conformance.offload.cases import SHAPES, Twins, proven_on, values
+from conformance.harness import assert_equal, assert_same_tensor, examples, requirement, succeeds
+from conformance.offload.cases import OPTIMIZERS, SHAPES, Twins, in_host_memory, proven, proven_on, values
+from conformance.offload.foreign import FusedAdam
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
@@ -126,3 +129,44 @@ def test_order(offload: Any, device: str, order: list[int], fraction: float) -> 
             twins.offloader.close()
     assert_equal(chosen[1], chosen[0], where="selected parameters")
     assert_equal(chosen[0], [SHAPES[i] for i in order][: len(chosen[0])], where="in the order of the parameters")
+
+
+# Sizes that differ, so that no shape is another's by chance, and dimensions of one element.
+_DIMENSIONS = ((), (5,), (1,), (3, 4), (1, 7), (7, 1), (2, 3, 4), (2, 3, 1, 4), (4, 3, 3, 2), (2, 1, 3, 2, 4))
+
+
+@requirement(
+    "OPT-496",
+    "The states for which a parameter has places before its first step MUST be those that torch makes in it, by name, "
+    "shape and dtype, whatever the optimizer, its options and the parameter's dimensions are; and a load MUST take "
+    "what was saved of them.",
+)
+@pytest.mark.parametrize(("kind", "options"), [*OPTIMIZERS.items(), *VARIANTS])
+def test_foreseen_states(offload: Any, kind: str, options: dict[str, Any]) -> None:
+    # These look at values of the device in their own arithmetic, or at the sign of a scalar on the host.
+    with proven(this_branch_only=kind in ("Adafactor", "ASGD", "Rprop")) as device:
+        params = [values(shape, 3, dtype) for dtype in (torch.float32, torch.bfloat16) for shape in _DIMENSIONS]
+        twins = Twins(offload, device, kind, params, options=options)
+        twins.offloader.offload()
+        foreseen = {
+            id(bundle.param): {name: (place.shape, place.dtype) for name, place in bundle.places.items()}
+            for bundle in twins.offloader.bundles
+        }
+        twins.step()
+        moved = 0
+        for plain, param in zip(twins.plain_params, twins.params, strict=True):
+            made = {
+                name: (tuple(value.shape), value.dtype)
+                for name, value in twins.plain.state.get(plain, {}).items()
+                if isinstance(value, torch.Tensor) and value.dim()
+            }
+            moved += sum(math.prod(shape) * each.itemsize for shape, each in made.values())
+            assert_equal(foreseen.get(id(param), {}), made, where=f"{kind}, a parameter of {tuple(param.shape)}")
+        assert_equal(twins.offloader.stats().payload_bytes, moved, where="bytes that move")
+        saved = twins.offloader.snapshot()
+        with succeeds("a load", where=f"{kind} of its own states"):
+            twins.offloader.load_state_dict(in_host_memory(device, saved))
+        twins.check()
+        twins.step()
+        twins.check()
+        twins.offloader.close()

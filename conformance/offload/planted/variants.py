@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 
 
 def _with(options: dict[str, Any]) -> Any:
@@ -77,3 +77,21 @@ def clipped_again(original: Any, offloader: Any, arithmetic: Any) -> Any:
         if param.grad is not None:
             param.grad.clamp_(-0.001, 0.001)
     return original(offloader, arithmetic)
+
+
+_FACTORS = "twinproof.offload.driver:_adafactor_states"
+columns_of_matrices_alone = patched(
+    "The column factor that is foreseen for Adafactor has no leading dimensions.",
+    mutated(_FACTORS, "(*shape[:-2], 1, shape[-1])", "(1, shape[-1])"),
+    kills="OPT-496",
+)
+matrices_taken_for_vectors = patched(
+    "Adafactor's states of a matrix are foreseen as those of a vector.",
+    mutated(_FACTORS, "len(shape) < 2", "len(shape) < 3"),
+    kills="OPT-496",
+)
+averages_foreseen_flat = patched(
+    "The average that is foreseen for ASGD has one dimension.",
+    mutated("twinproof.offload.driver:expected_states", '{"ax": probe.detach()}', '{"ax": probe.detach().reshape(-1)}'),
+    kills="OPT-496",
+)
