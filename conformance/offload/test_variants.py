@@ -170,3 +170,57 @@ def test_foreseen_states(offload: Any, kind: str, options: dict[str, Any]) -> No
         twins.step()
         twins.check()
         twins.offloader.close()
+
+
+_COUNTS = (96, 40, 24)
+# Which of them are of half precision.
+_HALVES = tuple(itertools.product((True, False), repeat=len(_COUNTS)))
+# Bytes by which a parameter is selected: of its states and its master; of itself where no state is foreseen.
+_WEIGHTS: dict[str, Any] = {
+    "FusedAdam": (FusedAdam, lambda count, is_half: 4 * count),
+    "Adam": (torch.optim.Adam, lambda count, is_half: (12 if is_half else 8) * count),
+    "SGD": (torch.optim.SGD, lambda count, is_half: 4 * count if is_half else 0),
+}
+
+
+@requirement(
+    "OPT-497",
+    "A fraction MUST be of the bytes of all states and masters where states are foreseen, and of all parameters where "
+    "they are not, in the order of the parameters: whichever of them are float32, and thus their own masters. Of all "
+    "of them everything MUST move.",
+)
+@pytest.mark.parametrize("kind", list(_WEIGHTS))
+def test_fractions_beside_masters(offload: Any, kind: str) -> None:
+    make, weight = _WEIGHTS[kind]
+    for halves in _HALVES:
+        sizes = [weight(count, is_half) for count, is_half in zip(_COUNTS, halves, strict=True)]
+        for fraction in (0.0, 0.3, 0.7, 1.0):
+            with proven() as device:
+                dtypes = [torch.bfloat16 if is_half else torch.float32 for is_half in halves]
+                params = [
+                    torch.nn.Parameter(values((count,), number, dtype))
+                    for number, (count, dtype) in enumerate(zip(_COUNTS, dtypes, strict=True))
+                ]
+                masters = offload.MasterWeights(params)
+                optimizer = make(masters.parameters(), lr=0.01)
+                offloader = offload.OptimizerStateOffloader(
+                    optimizer, engine=device.engine, master_weights=masters, fraction=fraction
+                )
+                for _ in range(2):
+                    for param in params:
+                        param.grad = torch.ones_like(param)
+                    optimizer.step()
+                offloader.settle()
+                where = f"{kind}, halves {halves}, fraction {fraction}"
+                before = [sum(sizes[:number]) for number in range(len(sizes))]
+                wanted = [n for n, done in enumerate(before) if sizes[n] and done < fraction * sum(sizes)]
+                stepped = list(masters.parameters())
+                chosen = [n for bundle in offloader.bundles for n, p in enumerate(stepped) if p is bundle.param]
+                assert_equal(chosen, wanted, where=f"parameters that move, {where}")
+                moving = [value for n in wanted for value in optimizer.state[stepped[n]].values()]
+                moving = [value for value in moving if isinstance(value, torch.Tensor) and value.dim()]
+                payload = sum(value.nbytes for value in moving + [stepped[n] for n in wanted if halves[n]])
+                assert_equal(offloader.stats().payload_bytes, payload, where=f"bytes that move, {where}")
+                residency = offloader.residency()
+                assert_equal((residency.device_bytes, residency.host_bytes), (0, payload), where=f"places, {where}")
+                offloader.close()

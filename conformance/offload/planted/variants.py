@@ -95,3 +95,24 @@ averages_foreseen_flat = patched(
     mutated("twinproof.offload.driver:expected_states", '{"ax": probe.detach()}', '{"ax": probe.detach().reshape(-1)}'),
     kills="OPT-496",
 )
+
+_SELECT = "twinproof.offload.states:select"
+some_foreseen_for_all = patched(
+    "States are taken for foreseen where only some parameters have masters.",
+    mutated(_SELECT, "all(bundle.payload_bytes", "any(bundle.payload_bytes"),
+    kills="OPT-497",
+)
+nothing_foreseen_weighs_nothing = patched(
+    "A parameter of which nothing is foreseen weighs nothing.",
+    mutated(_SELECT, "all(bundle.payload_bytes for bundle in bundles)", "True"),
+    kills="OPT-497",
+)
+nothing_foreseen_never_moves = patched(
+    "Of an unknown optimizer only what has a master moves.",
+    mutated(
+        "twinproof.offload.driver:MovePlan._adopt_listed",
+        "if tensors or (not self.is_separable and local_of(param).numel()):",
+        "if tensors or (self.masters is None and not self.is_separable and local_of(param).numel()):",
+    ),
+    kills="OPT-497",
+)
