@@ -340,3 +340,57 @@ def test_groups_of_no_parameters(offload: Any, listed: tuple[list[int], ...]) ->
                     twins.offloader.load_state_dict({**saved, "param_groups": other})
                 twins.check()
             twins.offloader.close()
+
+
+@requirement(
+    "OPT-498",
+    "Every verb, load and step MUST leave a parameter that has no states without an entry in the optimizer's, and in "
+    "its state dict: with masters and without, of torch's optimizers and of others, on either step device.",
+)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("AdamW", {"step_device": "cpu"}),
+        *itertools.product(("AdamW", "SGD", "FusedAdam"), ({"release": "at_offload"}, {"release": "on_request"})),
+    ],
+)
+@pytest.mark.parametrize("halves", [False, True])
+def test_no_entries(offload: Any, kind: str, options: dict[str, Any], halves: bool) -> None:
+    with proven() as device:
+        params = [torch.nn.Parameter(values((4, 8), i, torch.bfloat16 if halves else torch.float32)) for i in range(3)]
+        masters = offload.MasterWeights(params) if halves else None
+        stepped = params if masters is None else list(masters.parameters())
+        optimizer: Any = getattr(torch.optim, kind, FusedAdam)(stepped, lr=0.1)
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=device.engine, master_weights=masters, **options)
+        unstepped = offloader.snapshot()
+        # SGD without momentum has no state at all.
+        with_states = [] if kind == "SGD" else [0, 2]
+
+        def step(*numbers: int) -> None:
+            for number, param in enumerate(params):
+                param.grad = torch.ones_like(param) if number in numbers else None
+            optimizer.step()
+
+        step(0, 2)
+        saved = offloader.snapshot()
+        calls: dict[str, tuple[list[int], Any]] = {
+            "a step of none": (with_states, step),
+            "a step of some": (with_states, lambda: step(2)),
+            "offload()": (with_states, offloader.offload),
+            "prefetch()": (with_states, offloader.prefetch),
+            "release_gpu_memory()": (with_states, offloader.release_gpu_memory),
+            "stats()": (with_states, lambda: [offloader.stats(), offloader.residency(), offloader.settle()]),
+            "the optimizer's load": (with_states, lambda: optimizer.load_state_dict(saved)),
+            "the offloader's load": (with_states, lambda: offloader.load_state_dict(saved)),
+            "the optimizer's load of none": ([], lambda: optimizer.load_state_dict(unstepped)),
+            "a step behind a load of none": ([], step),
+            "the offloader's load of none": ([], lambda: offloader.load_state_dict(unstepped)),
+            "a load of some": (with_states, lambda: offloader.load_state_dict(saved)),
+            "close()": (with_states, offloader.close),
+        }
+        for name, (expected, call) in calls.items():
+            call()
+            held = [number for number, param in enumerate(stepped) if param in optimizer.state]
+            assert_equal(held, expected, where=f"parameters with an entry after {name}")
+            for state in (optimizer.state_dict(), *([] if name == "close()" else [offloader.snapshot()])):
+                assert_equal(list(state["state"]), expected, where=f"numbers in a state dict after {name}")

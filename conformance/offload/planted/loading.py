@@ -136,3 +136,16 @@ options_of_empty_groups_stay = patched(
     ),
     kills="OPT-495",
 )
+
+
+entries_made_by_looking = patched(
+    "Placing scalars after a load makes an empty entry for every parameter without states.",
+    mutated("twinproof.offload.driver:place_scalars", "optimizer.state.get(param, {})", "optimizer.state[param]"),
+    kills="OPT-498",
+)
+
+entries_made_by_a_load = patched(
+    "A load makes an entry for a parameter without states.",
+    mutated("twinproof.offload.driver:_take_over", "if states[param]:", "if param in states:"),
+    kills="OPT-498",
+)
