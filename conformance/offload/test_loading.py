@@ -394,3 +394,47 @@ def test_no_entries(offload: Any, kind: str, options: dict[str, Any], halves: bo
             assert_equal(held, expected, where=f"parameters with an entry after {name}")
             for state in (optimizer.state_dict(), *([] if name == "close()" else [offloader.snapshot()])):
                 assert_equal(list(state["state"]), expected, where=f"numbers in a state dict after {name}")
+
+
+_FORMS: dict[str, Any] = {
+    "turned": lambda value: value.mT.contiguous(),
+    "flat": lambda value: value.reshape(-1),
+    "deeper": lambda value: value[None],
+    "with a last dimension": lambda value: value[..., None],
+    "in one row": lambda value: value.reshape(1, -1),
+}
+
+
+@requirement(
+    "OPT-499",
+    "A load of a state, or of a master, that has the number of elements of its own and another shape MUST be refused "
+    "before anything changes, and so MUST a state of any other shape of a parameter without elements.",
+)
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad", "RMSprop", "Adamax", "Rprop", "ASGD", "Adafactor", "Muon"])
+def test_other_shapes(offload: Any, kind: str) -> None:
+    with proven(this_branch_only=kind in ("ASGD", "Adafactor", "Rprop")) as device:
+        # Torch steps Adafactor's and Muon's parameters only where they have elements.
+        shapes: list[tuple[int, ...]] = [(3, 4), *([] if kind in ("Adafactor", "Muon") else [(0, 3)])]
+        twins = Twins(offload, device, kind, [values(shape, i) for i, shape in enumerate(shapes)])
+        twins.step()
+        saved = twins.offloader.snapshot()
+        for number, state in saved["state"].items():
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or not value.dim():
+                    continue
+                changed = {how: form(value) for how, form in _FORMS.items() if number == 0}
+                changed |= {"of no elements": value.new_zeros(3, 0), "larger": value.new_zeros(4, 3)}
+                for how, given in changed.items():
+                    if given.shape == value.shape:
+                        continue
+                    wrong = {**saved, "state": {**saved["state"], number: {**state, name: given}}}
+                    with raises(PlanError, mentions=[name], where=f"{name} of {number}, {how}"):
+                        twins.offloader.load_state_dict(wrong)
+                    twins.check()
+        twins.step()
+        twins.check()
+        twins.offloader.close()
+        masters = offload.MasterWeights([torch.nn.Parameter(values((3, 4), 1, torch.bfloat16))])
+        for how, form in _FORMS.items():
+            with raises(PlanError, mentions=["values"], where=f"a master, {how}"):
+                masters.load([form(values((3, 4), 2))])

@@ -933,8 +933,9 @@ def _check_state(
     if not isinstance(state, Mapping):
         raise PlanError("not the states of a parameter", got=type(state).__name__, expected="a dict", where=where)
     # A parameter that never had a gradient has no state at all.
-    if not state or not local_of(param).numel():
+    if not state:
         return
+    is_empty = not local_of(param).numel()
     foreseen: dict[str, tuple[int, ...]] = plan.foreseen(param)
     if any(name not in state for name in foreseen):
         # The saved options may be another variant's, without amsgrad for instance.
@@ -954,9 +955,16 @@ def _check_state(
             if value is not None or name != "momentum_buffer":
                 given, place = type(value).__name__, f"{name} of {where}"
                 raise PlanError("a state that is no tensor", got=given, expected=expected, where=place)
-        elif (name in foreseen or is_movable(value)) and tuple(local_of(value).shape) != expected:
+        elif (name in foreseen or _has_form(value, is_empty)) and tuple(local_of(value).shape) != expected:
             got = tuple(local_of(value).shape)
             raise PlanError("a state of another shape", got=got, expected=expected, where=f"{name} of {where}")
+
+
+def _has_form(value: Any, is_empty: bool) -> bool:
+    """Whether a state moves, or would if its parameter had elements."""
+    return is_movable(value) or (
+        is_empty and isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dim() > 0
+    )
 
 
 def load_states(plan: MovePlan, state_dict: dict[str, Any]) -> None:

@@ -149,3 +149,29 @@ entries_made_by_a_load = patched(
     mutated("twinproof.offload.driver:_take_over", "if states[param]:", "if param in states:"),
     kills="OPT-498",
 )
+
+elements_counted = patched(
+    "A loaded state is compared with its parameter by the number of elements.",
+    mutated(
+        "twinproof.offload.driver:_check_state",
+        "tuple(local_of(value).shape) != expected",
+        "local_of(value).numel() != functools.reduce(int.__mul__, expected, 1)",
+    ),
+    kills="OPT-499",
+)
+
+elements_of_masters_counted = patched(
+    "Loaded masters are compared by their number of elements.",
+    mutated(
+        "twinproof.offload.states:MasterWeights.load",
+        "[tuple(v.shape) for v in given], [tuple(m.shape) for m in self.pairs]",
+        "[v.numel() for v in given], [m.numel() for m in self.pairs]",
+    ),
+    kills="OPT-499",
+)
+
+states_of_nothing_unchecked = patched(
+    "A state of a parameter without elements is loaded in any shape.",
+    mutated("twinproof.offload.driver:_check_state", "if not state:", "if not state or not local_of(param).numel():"),
+    kills="OPT-499",
+)
