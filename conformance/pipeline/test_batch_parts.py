@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -400,3 +402,47 @@ def test_positions(pipeline: Any) -> None:
                 processors.pre_process_input(batch)
             expected = torch.tensor([i for length in lengths for i in range(length)]).to(dtype)
             assert_equal(weights.tolist(), expected.tolist(), where=f"{dtype}, {lengths}")
+
+
+def _made_of(pipeline: Any, batch: Any, full: Any) -> dict[str, tuple[Any, list[str]]]:
+    """What can be made of a batch without features, beside one of as many samples that has some; and its features."""
+    keyed, keys = pipeline.KeyedJaggedTensor, full.keys()
+    return {
+        "itself": (batch, []),
+        "concat of one": (keyed.concat([batch]), []),
+        "concat of two": (keyed.concat([batch, batch]), []),
+        "concat, in front": (keyed.concat([batch, full]), keys),
+        "concat, behind": (keyed.concat([full, batch]), keys),
+        "split": (batch.split([0, 0])[1], []),
+        "permute": (batch.permute([]), []),
+        "flatten_lengths": (batch.flatten_lengths(), []),
+        "to": (batch.to(torch.device("cpu")), []),
+        "empty_like": (keyed.empty_like(batch), []),
+        "deepcopy": (copy.deepcopy(batch), []),
+        "sync": (copy.deepcopy(batch).sync().unsync(), []),
+    }
+
+
+@requirement(
+    "PIPE-618",
+    "A batch without features MUST keep its samples, with weights or none, whatever it was made by, and in all that is "
+    "made of it: put together with itself or with others, cut, moved, copied, synced.",
+)
+def test_samples_of_no_features(pipeline: Any) -> None:
+    keyed = pipeline.KeyedJaggedTensor
+    for weights, by_offsets in product((None, torch.ones(3)), (False, True)):
+        cut = {"offsets": _ints(0, 1, 1, 3)} if by_offsets else {"lengths": _ints(1, 0, 2)}
+        full = keyed(["a"], _ids(3), weights, **cut)
+        without = {
+            "split": full.split([0, 1])[0],
+            "permute": full.permute([]),
+            "empty_like": keyed.empty_like(full),
+            "samples alone": keyed([], _ids(0), None if weights is None else weights[:0], _ints(), stride=3),
+        }
+        for name, batch in without.items():
+            with succeeds("batches", where=f"made of {name}, {list(cut)}"):
+                every = _made_of(pipeline, batch, full)
+            for way, (made, keys) in every.items():
+                where = f"{way} of {name}, {list(cut)}, weighted={weights is not None}"
+                facts = (made.stride(), made.keys(), made.stride_per_key(), made.weights_or_none() is None)
+                assert_equal(facts, (3, keys, [3] * len(keys), weights is None), where=where)

@@ -173,3 +173,20 @@ longest_of_nothing = patched(
     mutated("twinproof.pipeline.jagged:check_positions", "positions.numel() and not", "not"),
     kills="PIPE-610",
 )
+samples_of_parts_forgotten = patched(
+    "Samples of parts that are put together are counted by their features.",
+    mutated(
+        "twinproof.pipeline.batches:_concat", "None if first.variable_stride_per_key() else first.stride(),", "None,"
+    ),
+    kills="PIPE-618",
+)
+samples_of_cuts_forgotten = patched(
+    "Samples of what is cut of a batch are counted by its features.",
+    mutated("twinproof.pipeline.batches:KeyedJaggedTensor._made", "stride=self.stride()", "stride=None"),
+    kills="PIPE-618",
+)
+samples_lost_on_the_way = patched(
+    "Samples of a batch that is moved are counted by its features.",
+    mutated("twinproof.pipeline.batches:KeyedJaggedTensor.to", "stride=self._stride,", "stride=None,"),
+    kills="PIPE-618",
+)
