@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,3 +242,47 @@ def test_keyed_tensor(pipeline: Any) -> None:
         pipeline.KeyedTensor.regroup([left], [["d"]])
     with raises(ShapeError):
         pipeline.KeyedTensor(["a"], [3], parts["a"])
+
+
+# What own code is not told of another library's batch, and so cannot be wrong about.
+_UNTOLD = ("strides that do not add up", "other places of values", "other places of lengths", "too many weights")
+
+
+def _of_others(kjt: Any) -> Any:
+    """The same batch as another library has it: torchrec's names, and no class of ours."""
+    names = ["keys", "values", "weights_or_none", "lengths_or_none", "offsets_or_none", "length_per_key_or_none"]
+    names += ["inverse_indices_or_none", "variable_stride_per_key", "_stride", "_stride_per_key_per_rank"]
+    return SimpleNamespace(**{name: getattr(kjt, name) for name in names})
+
+
+def _pooled(found: Any) -> torch.Tensor:
+    """The rows of a lookup of any kind, in one tensor."""
+    parts = found.values()
+    return parts.detach() if isinstance(parts, torch.Tensor) else torch.cat([part.values().detach() for part in parts])
+
+
+@requirement(
+    "PIPE-619",
+    "Another library's batch whose parts disagree MUST be refused by every lookup, whichever of its facts are known "
+    "already, and however often; facts that lookups do not ask for MUST NOT change what is found.",
+)
+@pytest.mark.parametrize("fault", ["nothing", *sorted(DISAGREEING)])
+def test_batches_of_others_that_disagree(pipeline: Any, fault: str) -> None:
+    readers = _readers(pipeline)
+    lookups = {name: readers[name] for name in ("bags", "bags of one", "rows", "sharded")}
+    turned = [pipeline.EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in "ba"]
+    lookups["bags in another order"] = pipeline.EmbeddingBagCollection(turned)
+    good = pipeline.KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=_LENGTHS)
+    for sizes in (None, [3, 2]):
+        parts: dict[str, Any] = {"lengths": _LENGTHS, "length_per_key": sizes, **DISAGREEING.get(fault, {})}
+        for name, lookup in lookups.items():
+            batch = _of_others(pipeline.KeyedJaggedTensor(["a", "b"], torch.arange(5), **parts))
+            where = f"{fault}, sizes {sizes}: {name}"
+            if fault in ("nothing", *_UNTOLD):
+                with succeeds("a lookup", where=where):
+                    found = _pooled(lookup(batch))
+                assert_bits(found, _pooled(lookup(good)), where)
+                continue
+            for _ in range(2):
+                with raises(TwinproofError, where=where):
+                    lookup(batch)

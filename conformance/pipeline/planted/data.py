@@ -75,3 +75,28 @@ strides_known_before_they_agree = patched(
     ),
     kills="PIPE-549",
 )
+
+
+@fault(kills="PIPE-619", at=("twinproof.pipeline.batches:own_batch", "twinproof.pipeline.modules:own_batch"))
+def known_sizes_are_checked_ones(original: Any, batch: Any) -> Any:
+    """Another library's batch whose sizes are known is taken for checked."""
+    made = original(batch)
+    if made is not batch:
+        made._checked = made._is_cut = made._length_per_key is not None
+    return made
+
+
+sizes_of_others_not_asked = patched(
+    "Sizes that another library's batch knows are not held against its lengths.",
+    mutated(
+        "twinproof.pipeline.batches:own_batch",
+        "length_per_key=batch.length_per_key_or_none()",
+        "length_per_key=None",
+    ),
+    kills="PIPE-619",
+)
+samples_of_others_not_asked = patched(
+    "Samples that another library's batch knows are not held against its lengths.",
+    mutated("twinproof.pipeline.batches:own_batch", 'getattr(batch, "_stride", None)', "None"),
+    kills="PIPE-619",
+)
