@@ -367,3 +367,57 @@ def test_names_of_results(pipeline: Any) -> None:
             found.length_per_key().append(3)
     with succeeds("a split", where="into no parts"):
         assert_equal(pipeline.KeyedJaggedTensor.empty().split([]), [], where="parts of no features")
+
+
+def _ways_to_look_up(module: Any) -> dict[str, Any]:
+    """The module itself, and traced, scripted, and traced to be scripted."""
+    traced = torch.fx.symbolic_trace(module)
+    return {
+        "untouched": module,
+        "fx": traced,
+        "script": torch.jit.script(module),
+        "fx, then script": torch.jit.script(traced),
+    }
+
+
+def _looked_up_by_name(found: Any) -> dict[str, torch.Tensor]:
+    """Pooled columns or rows, by name."""
+    if isinstance(found, dict):
+        return {name: bags.values().detach() for name, bags in found.items()}
+    return {name: found[name].detach() for name in found.keys()}  # noqa: SIM118
+
+
+@requirement(
+    "PIPE-620",
+    "A table of another library's configuration MUST have the features that it has by our own, its own name where "
+    "none are named, in collections of pooled and of single rows that are untouched, traced, scripted or cut, and keep "
+    "them where the configuration is changed later.",
+)
+@pytest.mark.filterwarnings("ignore")  # TorchScript warns of its own age, and of torch.fx.
+def test_features_of_others_tables(pipeline: Any) -> None:
+    kjt = random_jagged(["c", "t1", "b", "t0", "a"], [6] * 5, 3, 1).kjt(pipeline)
+    weights = [values_of((6, 4), number) for number in range(3)]
+    kinds = {"bags": ("EmbeddingBag", collection_of), "rows": ("Embedding", rows_of)}
+    for features in ([[], ["a", "b"], ["c"]], [["a"], [], ["b", "c"]], [[], [], ["c"]], [["a"], ["b", "t0"], ["c"]]):
+        for kind, (prefix, make) in kinds.items():
+            config = getattr(pipeline, f"{prefix}Config")
+            own = [config(6, 4, f"t{i}", feature_names=each or [f"t{i}"]) for i, each in enumerate(features)]
+            sizes = {"num_embeddings": 6, "embedding_dim": 4}
+            others = [SimpleNamespace(**sizes, name=f"t{i}", feature_names=[*each]) for i, each in enumerate(features)]
+            modules = [make(pipeline, each, weights) for each in (own, others)]
+            for other in others:
+                other.feature_names.append("changed")
+            with succeeds("modules", where=f"{kind} of {features}"):
+                ways = [_ways_to_look_up(module) for module in modules]
+            if kind == "bags":
+                plan = {"t0": pipeline.table_wise(0), "t1": pipeline.row_wise(), "t2": pipeline.data_parallel()}
+                for each, module in zip(ways, modules, strict=True):
+                    each["cut"] = sharded_of(pipeline, module, plan, "sgd", device="cpu")
+            for way, module in ways[0].items():
+                where = f"{kind} of {features}, {way}"
+                with succeeds("a lookup", where=where):
+                    found = _looked_up_by_name(ways[1][way](kjt))
+                expected = _looked_up_by_name(module(kjt))
+                assert_equal(list(found), list(expected), where=where)
+                for name, rows in expected.items():
+                    assert_bits(found[name], rows, f"{where}: {name}")

@@ -112,3 +112,21 @@ halves_of_scripted_rows = patched(
     ),
     kills="PIPE-538",
 )
+features_as_others_say = patched(
+    "A traced collection of pooled rows has the features that a configuration names.",
+    mutated(
+        "twinproof.pipeline.modules:EmbeddingBagCollection.__init__",
+        "self._names_by_table = [list(table.feature_names) for table in self._configs]",
+        "self._names_by_table = [list(table.feature_names) for table in tables]",
+    ),
+    kills="PIPE-620",
+)
+rows_as_others_say = patched(
+    "A collection of rows has the features that a configuration names.",
+    mutated(
+        "twinproof.pipeline.modules:EmbeddingCollection.__init__",
+        "self._names_by_table = [list(table.feature_names) for table in self._configs]",
+        "self._names_by_table = [list(table.feature_names) or ['t0'] for table in tables]",
+    ),
+    kills="PIPE-620",
+)
