@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -301,3 +302,83 @@ def test_own_batches(pipeline: Any) -> None:
 
 def _tables(pipeline: Any) -> tuple[list[Any], list[torch.Tensor]]:
     return [pipeline.EmbeddingBagConfig(3, 4, "t", feature_names=["a"])], [torch.zeros(3, 4)]
+
+
+def _answers_of(batch: Any) -> Any:
+    """Features, sizes, and each feature's bags: by name, and in the dictionary."""
+    bags = {name: batch[name] for name in batch.keys()}  # noqa: SIM118
+    parts = [
+        {name: (part.values().tolist(), part.lengths().tolist()) for name, part in of.items()}
+        for of in (bags, batch.to_dict())
+    ]
+    return batch.keys(), batch.stride_per_key(), batch.stride_per_key_per_rank(), parts
+
+
+def _callers(pipeline: Any) -> dict[str, tuple[list[Any], Callable[..., Any]]]:
+    """Containers of a caller, and what makes a batch of them."""
+    keyed, ids, lengths = pipeline.KeyedJaggedTensor, torch.arange(4), _ints(2, 1, 1)
+
+    def bags(*sizes: int) -> Any:
+        return pipeline.JaggedTensor(torch.arange(sum(sizes)), lengths=_ints(*sizes))
+
+    def parts() -> list[Any]:
+        return [keyed([name], _ints(number, number), lengths=_ints(1, 1)) for number, name in enumerate("ab")]
+
+    def sizes() -> list[Any]:
+        return [["a", "b"], [[1], [2]]]
+
+    alike, unlike = ({"a": bags(1, 2), "b": bags(*of)} for of in ((0, 1), (3,)))
+    offsets = _ints(0, 2, 3, 4)
+    return {
+        "a dictionary": ([dict(alike)], keyed.from_jt_dict),
+        "a dictionary, of different sizes": ([dict(unlike)], keyed.from_jt_dict),
+        "a dictionary, by the module": ([dict(alike)], pipeline.ComputeJTDictToKJT()),
+        "another batch's dictionary": ([dict(keyed.from_jt_dict(alike).to_dict())], keyed.from_jt_dict),
+        "names and sizes": (sizes(), lambda k, s: keyed(k, ids, lengths=lengths, stride_per_key_per_rank=s)),
+        "names and sizes, by lengths": (sizes(), lambda k, s: keyed.from_lengths_sync(k, ids, lengths, None, None, s)),
+        "names and sizes, by offsets": (sizes(), lambda k, s: keyed.from_offsets_sync(k, ids, offsets, None, None, s)),
+        "parts": ([parts()], keyed.concat),
+        "an order": ([[1, 0]], keyed.from_jt_dict(alike).permute),
+        "segments": ([[1, 1]], lambda each: keyed.from_jt_dict(alike).split(each)[0]),
+    }
+
+
+def _as_they_stand(given: list[Any]) -> list[Any]:
+    """What containers hold, each thing by itself."""
+    return [[*map(id, each.values()), *each] if isinstance(each, dict) else [*map(id, each)] for each in given]
+
+
+def _other_features(given: Any) -> None:
+    """What the next batch is made of, in the same containers."""
+    if isinstance(given, dict):
+        given["a"], given["c"] = given["b"], given.pop("b")
+    elif given and isinstance(given[0], list):
+        for each in given:
+            each[0] += 7
+    else:
+        given.reverse()
+        given.append(given[0])
+
+
+@requirement(
+    "PIPE-621",
+    "A batch MUST stay what it was made of where the caller puts something else into the dictionary or the lists that "
+    "it was made of, asked before or not until then; and MUST leave them as they were.",
+)
+def test_containers_of_a_caller(pipeline: Any) -> None:
+    names = list(_callers(pipeline))
+    for name in names:
+        given, make = _callers(pipeline)[name]
+        before = [copy.copy(each) for each in given]
+        expected = _answers_of(make(*given))
+        assert_equal(_as_they_stand(given), _as_they_stand(before), where=f"{name}: the caller's")
+        for is_asked in (False, True):
+            given, make = _callers(pipeline)[name]
+            batch = make(*given)
+            if is_asked:
+                _answers_of(batch)
+            for each in given:
+                _other_features(each)
+            with succeeds("questions", where=name):
+                found = _answers_of(batch)
+            assert_equal(found, expected, where=f"{name}, asked before: {is_asked}")

@@ -139,3 +139,17 @@ batches_pulled_twice = patched(
     ),
     kills="PIPE-641",
 )
+dictionaries_of_callers_kept = patched(
+    "A batch of a dictionary answers by the caller's.",
+    mutated(
+        "twinproof.pipeline.batches:KeyedJaggedTensor.from_jt_dict",
+        "reshape(-1, 1),",
+        "reshape(-1, 1), jt_dict=jt_dict,",
+    ),
+    kills="PIPE-621",
+)
+names_of_callers_kept = patched(
+    "A batch has the caller's list of names.",
+    mutated("twinproof.pipeline.batches:KeyedJaggedTensor.__init__", "list(keys)", "keys"),
+    kills="PIPE-621",
+)
