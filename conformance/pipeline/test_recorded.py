@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import assert_equal, requirement
+from conformance.harness import assert_equal, requirement, succeeds
 from twinproof.engine import InlineEngine
 
 
@@ -133,3 +133,92 @@ def test_work_beside_the_steps(pipeline: Any) -> None:
     assert_equal(sorted(found["lookup"]), [(step, False, "L") for step in (2, 3, 4)], where="room for a letter")
     assert_equal(sorted(found["dense_optimizer"]), [(step, False, "") for step in (2, 3, 4)], where="no room")
     assert_equal(sorted(each[:2] for each in found["batch_copy"]), [(s, True) for s in (2, 3, 4)], where="done before")
+
+
+class Set:
+    """A clock that goes when it is told to, from a zero of its own."""
+
+    def __init__(self, zero_s: float) -> None:
+        self.now_s = zero_s
+
+    def lane(self, name: str) -> str:
+        """The stream."""
+        return name
+
+    def mark(self, stream: Any) -> float:
+        """Now."""
+        return self.now_s
+
+    def seconds(self, begin: float, end: float) -> float:
+        """The difference."""
+        return end - begin
+
+    def host_s(self) -> float:
+        """Now."""
+        return self.now_s
+
+
+def _failed_step(recorder: Any, clock: Set) -> None:
+    """A step that takes a while and raises."""
+    with contextlib.suppress(OSError), recorder.step(), recorder.stage("forward"):
+        clock.now_s += 8.0
+        raise OSError
+
+
+def _steps(recorder: Any, clock: Set, engine: Any) -> Any:
+    """The program of some steps, between whose stages the host works and waits, and the report's time of a step."""
+    from fastimpl.pipeline.overlap import overlap_report
+
+    for _ in range(4):
+        clock.now_s += 0.25
+        with recorder.step():
+            for stage, seconds in (("lookup", 0.5), ("forward", 2.0)):
+                with recorder.stage(stage):
+                    clock.now_s += seconds
+            engine.wait_s = 1.0
+            recorder.synchronize(recorder.event())
+    program = recorder.program()
+    return program, overlap_report(program, schedule="mine", device="none", margin_count=0).step_s
+
+
+class Slow(InlineEngine):
+    """Waits take a while of the clock's time."""
+
+    def __init__(self, clock: Set) -> None:
+        super().__init__()
+        self.clock, self.wait_s = clock, 0.0
+
+    def synchronize(self, event: Any) -> None:
+        """Later."""
+        self.clock.now_s += self.wait_s
+
+
+@requirement(
+    "PIPE-622",
+    "A recorder's program MUST begin with its making, or with the forget() that is later, whatever the clock's zero "
+    "and however late that is, and count neither what the host waited nor a step that raised.",
+    needs=("streams",),
+)
+def test_beginnings(pipeline: Any) -> None:
+    from fastimpl.pipeline.overlap import Work
+    from fastimpl.pipeline.recording import Recorder
+
+    def made(zero_s: float, *, forgets: bool = False, fails: bool = False) -> Any:
+        clock = Set(zero_s)
+        engine = Slow(clock)
+        recorder = Recorder(engine, clock)
+        if forgets:
+            _steps(recorder, clock, engine)
+            clock.now_s += 64.0
+            recorder.forget()
+        if fails:
+            _failed_step(recorder, clock)
+        return _steps(recorder, clock, engine)
+
+    program, step_s = made(0.0)
+    assert_equal(next(each.issued_s for each in program if isinstance(each, Work)), 0.25, where="the first work")
+    for zero_s in (0.0, 4096.0, -16.0):
+        for options in ({}, {"forgets": True}, {"fails": True}, {"forgets": True, "fails": True}):
+            with succeeds("a report", where=f"zero {zero_s}, {options}"):
+                found = made(zero_s, **options)
+            assert_equal(found, (program, step_s), where=f"zero {zero_s}, {options}")

@@ -38,3 +38,29 @@ letters_without_room = patched(
     kills="PIPE-599",
     of="fastimpl",
 )
+begun_at_zero = patched(
+    "The host's time is counted from the clock's zero.",
+    mutated(
+        "fastimpl.pipeline.recording:Recorder.__init__",
+        "self._begun_s, self._blocked_s = clock.host_s(), 0.0",
+        "self._begun_s = self._blocked_s = 0.0",
+    ),
+    kills="PIPE-622",
+    of="fastimpl",
+)
+waits_are_not_forgotten = patched(
+    "What the host waited before it forgot is taken from its time.",
+    mutated(
+        "fastimpl.pipeline.recording:Recorder.forget",
+        "self._step, self._begun_s, self._blocked_s = 0, self._clock.host_s(), 0.0",
+        "self._step, self._begun_s = 0, self._clock.host_s()",
+    ),
+    kills="PIPE-622",
+    of="fastimpl",
+)
+failed_steps_take_time = patched(
+    "The host's time in a step that raised counts.",
+    mutated("fastimpl.pipeline.recording:Recorder.step", "self._blocked_s += self._own_s() - begun_s", "pass"),
+    kills="PIPE-622",
+    of="fastimpl",
+)
