@@ -326,3 +326,29 @@ def test_arguments_of_bags(pipeline: Any) -> None:
     ):
         with succeeds("bags", where=str(list(right))):
             pipeline.TableBatchedEmbeddingBags(tables, **right)
+
+
+@requirement(
+    "PIPE-625",
+    "What a schedule cannot do MUST be refused by its name whatever else is asked for, by name or by position: beside "
+    "any other value of each other argument, beside all of them, and beside what is refused as well.",
+)
+def test_refused_beside_others(pipeline: Any) -> None:
+    job = Job(pipeline, 3)
+    for name, arguments in UPSTREAM.items():
+        make, every = getattr(pipeline, name), {**arguments, **NAMED.get(name, {})}
+        others = {each: _other(each, default, job) for each, default in every.items() if each not in REFUSED}
+        # These contradict each other in any case.
+        together = {each: value for each, value in others.items() if each != "embedding_lookup_before_optimizer"}
+        for argument in (each for each in REFUSED if each in arguments):
+            beside: list[dict[str, Any]] = [{each: value} for each, value in others.items()]
+            for options in ({}, *beside, together):
+                with raises(ConfigError, mentions=(argument,), where=f"{name}: {argument} beside {options}"):
+                    make(job.model, job.optimizer, job.device, **{argument: True, **options})
+            with raises(ConfigError, mentions=(argument,), where=f"{name}: {argument} by position"):
+                make(job.model, job.optimizer, job.device, *{**arguments, argument: True}.values())
+        rest = {each: True for each in REFUSED if each in arguments}
+        while rest:
+            with raises(ConfigError, mentions=(next(iter(rest)),), where=f"{name}: {list(rest)}"):
+                make(job.model, job.optimizer, job.device, **rest)
+            del rest[next(iter(rest))]

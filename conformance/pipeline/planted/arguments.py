@@ -76,3 +76,23 @@ masters_are_no_tables = patched(
     ),
     kills="PIPE-541",
 )
+freed_where_copied_in_place = patched(
+    "The storage of features is freed early, it is said, where batches are copied in place.",
+    mutated(
+        "twinproof.pipeline.stages:Options.__post_init__",
+        "free_features_storage_early=self.free_features_storage_early,\n        clear_data_dist_inputs="
+        "self.clear_data_dist_inputs,\n    )\n    interval",
+        "free_features_storage_early=self.free_features_storage_early and not self.copies_in_place,\n        "
+        "clear_data_dist_inputs=self.clear_data_dist_inputs,\n    )\n    interval",
+    ),
+    kills="PIPE-625",
+)
+scripted_where_strict = patched(
+    "A pipeline that is strict scripts its modules, it is said.",
+    mutated(
+        "twinproof.pipeline.stages:Options.__post_init__",
+        "refuse(\n        apply_jit=self.apply_jit,",
+        "refuse(\n        apply_jit=self.apply_jit and not self.strict,",
+    ),
+    kills="PIPE-625",
+)
