@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -224,3 +225,77 @@ def test_strided_parts(pipeline: Any, rank_pool: Any) -> None:
     for make in (*EVERY, _by_rows):
         _with_gaps(pipeline, partial(deepcopy, make(pipeline)), 3, make.__name__)
     rank_pool.run(_with_gaps_on_ranks, 2)
+
+
+# Of each table: its rows, and its features, of which the last two tables share one.
+SEVERAL = {"s": (4, ["a", "b"]), "t": (5, ["c"]), "u": (6, ["d", "e", "f"]), "v": (7, ["g", "f"])}
+
+
+def _checked_modules(pipeline: Any, check: str) -> dict[str, Any]:
+    """Every module that checks ids, of such tables."""
+    weights = {name: values_of((rows, 4), rows) for name, (rows, _) in SEVERAL.items()}
+    parts: dict[str, Any] = {name: {"name": name, "feature_names": each} for name, (_, each) in SEVERAL.items()}
+    configs = [pipeline.EmbeddingBagConfig(SEVERAL[name][0], 4, **each) for name, each in parts.items()]
+    rows = pipeline.EmbeddingCollection(
+        [pipeline.EmbeddingConfig(SEVERAL[name][0], 4, **each) for name, each in parts.items()], bounds_check=check
+    )
+    rows.load_state_dict({f"embeddings.{name}.weight": weight for name, weight in weights.items()})
+    whole = collection_of(pipeline, configs, list(weights.values()), bounds_check=check)
+    found = {
+        "table-batched": lookups_of(pipeline, configs, list(weights.values()), bounds_check=check),
+        "bags": whole,
+        "rows": rows,
+    }
+    kinds = {
+        "table_wise": pipeline.table_wise(0),
+        "row_wise": pipeline.row_wise(),
+        "column_wise": pipeline.column_wise([0]),
+        "data_parallel": pipeline.data_parallel(),
+    }
+    for kind, sharding in kinds.items():
+        plan = dict.fromkeys(SEVERAL, sharding)
+        found[kind] = sharded_of(pipeline, whole, plan, "sgd", device="cpu", bounds_check=check)
+    mixed = dict(zip(SEVERAL, kinds.values(), strict=True))
+    found["of all kinds"] = sharded_of(pipeline, whole, mixed, "sgd", device="cpu", bounds_check=check)
+    return found
+
+
+def _found_by(pipeline: Any, kind: str, module: Any, batch: Jagged) -> torch.Tensor:
+    """What a module looks up, in one tensor."""
+    if kind == "table-batched":
+        features = [name for _, names in SEVERAL.values() for name in names]
+        pooled: torch.Tensor = module(*batch.picked(features).flat()).detach()
+        return pooled
+    found = module(batch.kjt(pipeline))
+    if kind == "rows":
+        return torch.cat([bags.values().detach() for bags in found.values()])
+    columns: torch.Tensor = found.values().detach()
+    return columns
+
+
+@requirement(
+    "PIPE-626",
+    "An id outside its table MUST be told by the name and the rows of the table that its feature is looked up in, of "
+    "tables of several features and of features that tables share, in every module: by the error under fatal, and in "
+    "the log under warning, where row 0 is taken, as under ignore.",
+)
+def test_names_of_several_features(pipeline: Any, caplog: Any) -> None:
+    names = sorted({name for _, names in SEVERAL.values() for name in names})
+    modules = {check: _checked_modules(pipeline, check) for check in ("fatal", "warning", "ignore")}
+    for feature, bad in product(names, (-1, 7)):
+        table = next(name for name, (_, features) in SEVERAL.items() if feature in features)
+        says = (f"table {table}, sample 1", f"0 to {SEVERAL[table][0] - 1}", f"got: {bad}")
+        batches = [Jagged(names, [[[1], [2, i if name == feature else 3]] for name in names]) for i in (bad, 0)]
+        for kind in modules["fatal"]:
+            where = f"{kind}, feature {feature}, id {bad}"
+            with raises(IdRangeError, mentions=says, where=where):
+                _found_by(pipeline, kind, modules["fatal"][kind], batches[0])
+            for check in ("warning", "ignore"):
+                caplog.clear()
+                with succeeds("a lookup", where=f"{where}: {check}"):
+                    found = _found_by(pipeline, kind, modules[check][kind], batches[0])
+                expected = _found_by(pipeline, kind, modules[check][kind], batches[1])
+                assert_bits(found, expected, f"{where}: {check}")
+                text = "".join(record.getMessage() for record in caplog.records)
+                told = [all(part in text for part in says), str(bad) in text]
+                assert_equal(told, [check == "warning"] * 2, where=f"{where}: {check} log")

@@ -88,3 +88,21 @@ strided_offsets_refused = patched(
     mutated("fastimpl.pipeline.exchange:AllToAll._segments", "bags.offsets.contiguous()", "bags.offsets"),
     kills="PIPE-439",
 )
+names_by_table = patched(
+    "Table-batched lookups name the table that stands where the feature does.",
+    mutated(
+        "twinproof.pipeline.modules:TableBatchedEmbeddingBags.checked",
+        "[self.tables[t].name for t in self.feature_tables]",
+        "[table.name for table in self.tables]",
+    ),
+    kills="PIPE-626",
+)
+names_of_pooled_by_table = patched(
+    "A collection names the table that stands where the feature does.",
+    mutated(
+        "twinproof.pipeline.modules:EmbeddingBagCollection._looked_up",
+        "names = [table.name for table in self._feature_tables]",
+        "names = [table.name for table in self._configs] * 4",
+    ),
+    kills="PIPE-626",
+)
