@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 
-from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
-from conformance.pipeline.batches import Jagged, place_of, random_jagged, values_of
-from conformance.pipeline.model import random_tables
+from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement, succeeds
+from conformance.pipeline.batches import Jagged, joined, place_of, random_jagged, values_of
+from conformance.pipeline.model import Naive, assert_bits, random_tables
 from conformance.pipeline.sharding import (
     batches_of,
     collection_of,
@@ -272,3 +273,58 @@ def test_schedules_of_keys(pipeline: Any, kvstore: Any) -> None:
         return _trained(pipeline, tables, batches, schedule, torch.device("cpu"))
 
     _assert_alike(gradients, (*SCHEDULES, "PrefetchTrainPipelineSparseDist"))
+
+
+def _sparse_batches(filled: Sequence[int], strides: Sequence[int], *, weighted: bool) -> list[Jagged]:
+    """Each rank's samples of two features, whose bags have ids of a table's first rows where a number says so."""
+    batches = []
+    for rank, stride in enumerate(strides):
+        bags = [[[(rank + at) % 2, at % 2] * filled[2 * rank + f] for at in range(stride)] for f in range(2)]
+        weights = [[[0.25 + rank + at + i for i in range(len(bag))] for at, bag in enumerate(of)] for of in bags]
+        batches.append(Jagged(["f0", "f1"], bags, weights if weighted else None))
+    return batches
+
+
+# How two tables are cut. Ids are of the first rows alone: the last rank has none of a table that is cut by rows.
+SPARSE_PLANS: tuple[tuple[tuple[Any, ...], ...], ...] = (
+    (("table_wise", 0), ("table_wise", 0)),
+    (("table_wise", 0), ("table_wise", 1)),
+    (("table_wise", 1), ("row_wise",)),
+    (("row_wise",), ("row_wise",)),
+    (("column_wise", [1, 0]), ("row_wise",)),
+    (("data_parallel",), ("table_wise", 0)),
+)
+
+
+def _nothing_to_send(rank: Rank) -> None:
+    pipeline, at = rank.component("pipeline"), rank.rank
+    configs = [pipeline.EmbeddingBagConfig(7, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    weights = [values_of((7, 4), i) for i in range(2)]
+    for turn, (kinds, mode) in enumerate(product(SPARSE_PLANS, ("ids alone", "weighted", "trained"))):
+        plan = {f"t{i}": getattr(pipeline, kind)(*given) for i, (kind, *given) in enumerate(kinds)}
+        collection = collection_of(pipeline, configs, weights, is_weighted=mode != "ids alone")
+        for number, filled in enumerate(product(range(2), repeat=4)):
+            strides = ((2, 2), (2, 0), (0, 2))[(turn // 3 + number) % 3]
+            batches = _sparse_batches(filled, strides, weighted=mode != "ids alone")
+            sharded, where = sharded_of(pipeline, collection, plan, "sgd", rank.group), f"{kinds}, {mode}, rank {at}"
+            where = f"{where}: ids {filled}, samples {strides}"
+            kjt, grad = batches[at].kjt(pipeline), gradient_of(batches, 8, 1, at)
+            if mode == "trained":
+                kjt.weights().requires_grad_()
+            with succeeds("a step", where=where):
+                pooled = sharded(kjt.to(rank.device)).values()
+                pooled.backward(grad.to(rank.device))
+            expected = Naive(configs, weights, "sgd").pooled(joined(batches))
+            assert_bits(pooled.detach(), torch.split(expected, list(strides))[at], f"{where}: pooled")
+            if mode == "trained" and kjt.values().numel():
+                home = _expected(configs, weights, plan, batches[at], grad, rank.world_size)
+                assert_same_tensor(kjt.weights().grad, home, where=f"{where}: gradient of weights")
+
+
+@requirement(
+    "PIPE-623",
+    "Ranks and lookups that send no ids, get none, or have no samples MUST take part with the rest, in both directions "
+    "and by every cut: with weights or none, trained or not, each rank gets its bags and its weights' gradients.",
+)
+def test_nothing_to_send(rank_pool: Any) -> None:
+    rank_pool.run(_nothing_to_send, 2)

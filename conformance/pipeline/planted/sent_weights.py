@@ -61,3 +61,14 @@ cut_features_side_by_side = patched(
     kills="PIPE-498",
     of="fastimpl",
 )
+
+no_weights_of_no_ids = patched(
+    "A lookup that received no ids received no weights.",
+    mutated(
+        "fastimpl.pipeline.input_dist:InputDist._bags",
+        "None if weights is None else weights[part]",
+        "weights[part] if weights is not None and count else None",
+    ),
+    kills="PIPE-623",
+    of="fastimpl",
+)
