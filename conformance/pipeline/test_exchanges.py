@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.harness.places import on_pretend
-from conformance.pipeline.batches import random_jagged, values_of
+from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.cases import TRAINING
 from conformance.pipeline.jobs import Batch, Job, assert_same_state
 from conformance.pipeline.model import assert_bits
@@ -163,3 +165,72 @@ def test_parts_of_plans(pipeline: Any) -> None:
             sharded.owner_of(torch.tensor([1, 2]), 0)
     by_rows = pipeline.ShardedEmbeddingBagCollection(collection, {"t": pipeline.row_wise()})
     assert_equal(by_rows.owner_of(torch.tensor([1, 4]), 0).tolist(), [0, 0], where="owners of a table by rows")
+
+
+class _Done:
+    """An exchange that is over."""
+
+    def wait(self) -> None:
+        """Nothing is waited for."""
+
+
+def _alone(rank: int) -> Any:
+    """An exchange as with ranks that have no samples: each rank gets its own part, and zeros of the others."""
+
+    def exchanged(result: Any, data: Any, out: Any = None, sent: Any = None, group: Any = None, **options: Any) -> Any:
+        world_size = dist.get_world_size(group)
+        out = out or [result.shape[0] // world_size] * world_size
+        sent = sent or [data.shape[0] // world_size] * world_size
+        result.zero_()
+        torch.split(result, out)[rank].copy_(torch.split(data, sent)[rank])
+        return _Done() if options.get("async_op") else None
+
+    return exchanged
+
+
+_COLLECTIVES = ("all_to_all_single", "all_gather_object", "all_gather_into_tensor", "all_reduce")
+_SOME: dict[str, list[list[list[int]]]] = {
+    "ids in every bag": [[[0], [1]], [[2], [3]], [[4], [5]]],
+    "ids of one feature": [[[0], [1]], [[], []], [[], []]],
+    "no ids": [[[], []], [[], []], [[], []]],
+    "no samples": [[], [], []],
+}
+
+
+def _counted(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    names = [name for name in _COLLECTIVES if hasattr(dist, name)]
+    for holder, mode in product(range(rank.world_size), ("ids alone", "weighted", "trained")):
+        configs = [pipeline.EmbeddingBagConfig(7, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(3)]
+        weights = [values_of((7, 4), number) for number in range(3)]
+        whole = collection_of(pipeline, configs, weights, is_weighted=mode != "ids alone")
+        cut = (pipeline.table_wise(holder), pipeline.table_wise(holder), pipeline.column_wise([holder]))
+        plan = {f"t{i}": sharding for i, sharding in enumerate(cut)}
+        counts = dict[str, list[int]]()
+        for what, bags in _SOME.items():
+            module = sharded_of(pipeline, whole, plan, "sgd", rank.group, device="cpu")
+            ones = [[[1.0] * len(bag) for bag in feature] for feature in bags]
+            batch = Jagged(["f0", "f1", "f2"], bags, None if mode == "ids alone" else ones).kjt(pipeline)
+            if mode == "trained":
+                batch.weights().requires_grad_()
+            with ExitStack() as stack:
+                pretended = {name: mock.Mock(side_effect=getattr(dist, name)) for name in names}
+                pretended["all_to_all_single"].side_effect = _alone(rank.rank)
+                for name, each in pretended.items():
+                    stack.enter_context(mock.patch.object(dist, name, each))
+                with succeeds("a step", where=f"{what}, {mode}, tables on rank {holder}"):
+                    pooled = module(batch).values()
+                    pooled.backward(torch.ones_like(pooled))
+            counts[what] = [each.call_count for each in pretended.values()]
+        for what, found in counts.items():
+            where = f"{what}, {mode}, tables on rank {holder}: {names} of rank {rank.rank}"
+            assert_equal(found, counts["ids in every bag"], where=where)
+
+
+@requirement(
+    "PIPE-624",
+    "Every rank MUST make the same exchanges in a step, one that holds no table, sends no ids, gets none or has no "
+    "samples too, with weights or none, trained or not: the others wait for it.",
+)
+def test_exchanges_of_nothing(rank_pool: Any) -> None:
+    rank_pool.run(_counted, 2)

@@ -51,3 +51,23 @@ parts_of_any_kind = patched(
     mutated("twinproof.pipeline.sharding:TableSharding._check_parts", " or (value is not None and not is_stored)", ""),
     kills="PIPE-596",
 )
+nothing_is_not_exchanged = patched(
+    "A rank that sends nothing and gets nothing leaves an exchange out.",
+    mutated(
+        "fastimpl.pipeline.input_dist:InputDist._send",
+        "self.layout.world_size == 1",
+        "self.layout.world_size == 1 or not any(out) and not any(sent)",
+    ),
+    kills="PIPE-624",
+    of="fastimpl",
+)
+empty_bags_are_not_exchanged = patched(
+    "A rank that has no column to give and gets none leaves an exchange out.",
+    mutated(
+        "fastimpl.pipeline.exchange:AllToAll._all_to_all",
+        "dist.all_to_all_single(result,",
+        "(any(received) or any(sent)) and dist.all_to_all_single(result,",
+    ),
+    kills="PIPE-624",
+    of="fastimpl",
+)
