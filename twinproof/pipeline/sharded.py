@@ -636,6 +636,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         dist_input = self.input_dist(ctx, features).wait().wait()
         return self.compute_and_output_dist(ctx, dist_input).wait()
 
+    def owner_of(self, ids: torch.Tensor, table: int) -> torch.Tensor:
+        """The rank of each id of a key-value table, int64 [n]: id -> bucket -> rank."""
+        return self.layout.owners(ids, table)
+
     def _local_bags(self, ctx: ShardedContext, features: KeyedJaggedTensor) -> Bags:
         """This rank's bags, checked before anything is sent; on a device the answer is left to the exchange."""
         bags = select(features, self.feature_names, weighted=self.is_weighted)
