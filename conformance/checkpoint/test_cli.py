@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,66 @@ def test_malformed_files(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pyt
             _assert_named(impl, capsys, words, status, error, f"{words[0]}: header {content[:60]!r}")
     left = [path.name for path in tmp_path.iterdir() if path not in (shards, good, bad, mapping)]
     assert_equal(left, [], where="what was made")
+
+
+# Paths at which nothing can be read, and the errors of a checkpoint read there, of a mapping, and of a clean-up.
+_BAD_PATHS = {
+    "nothing": ("FileNotFoundError", "FileNotFoundError", "MissingCheckpointError"),
+    "nothing/b.safetensors": ("FileNotFoundError", "FileNotFoundError", "MissingCheckpointError"),
+    "dangling": ("FileNotFoundError", "FileNotFoundError", "MissingCheckpointError"),
+    "text/b": ("NotADirectoryError", "NotADirectoryError", "MissingCheckpointError"),
+    "text/b.safetensors": ("NotADirectoryError", "NotADirectoryError", "MissingCheckpointError"),
+    "loop": ("OSError", "OSError", "MissingCheckpointError"),
+    "loop/b.safetensors": ("OSError", "OSError", "MissingCheckpointError"),
+    "n" * 300: ("OSError", "OSError", "OSError"),
+    "n" * 300 + "/b.safetensors": ("OSError", "OSError", "OSError"),
+    "pipe": ("FormatError", None, "MissingCheckpointError"),
+    "text": ("FormatError", "FormatError", "MissingCheckpointError"),
+    "empty": ("FileNotFoundError", "IsADirectoryError", None),
+    "empty.safetensors": ("FileNotFoundError", "IsADirectoryError", None),
+}
+_BAD_OUTPUTS = {
+    "text": "CheckpointExistsError",
+    "pipe": "CheckpointExistsError",
+    "text/b": "StorageError",
+    "n" * 300: "OSError",
+    "n" * 300 + "/b": "OSError",
+}
+
+
+def _make_bad_paths(folder: Path) -> None:
+    (folder / "text").write_text("no JSON")
+    (folder / "dangling").symlink_to(folder / "nothing")
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "empty").mkdir()
+    (folder / "empty.safetensors").mkdir()
+    os.mkfifo(folder / "pipe")
+
+
+@requirement(
+    "CKPT-800",
+    "Each command that is given a path which the system refuses or which is of another kind, as any of its arguments, "
+    "MUST end with a named error of status 1, of diff 2, with --json in one object, and make nothing.",
+    needs=NEEDS,
+)
+def test_bad_paths(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards, good, out = (str(tmp_path / name) for name in ("shards", "good", "out"))
+    save(checkpoint, {"a": torch.ones(3)}, tmp_path / "shards", enable_consolidation=False)
+    save(checkpoint, {"a": torch.ones(3)}, tmp_path / "good")
+    _make_bad_paths(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    commands: list[tuple[int, list[str], str | None]] = []
+    for name, (as_checkpoint, as_mapping, as_folder) in _BAD_PATHS.items():
+        bad = str(tmp_path / name)
+        for words in (["inspect", bad], ["verify", bad], ["consolidate", bad, out]):
+            commands.append((1, words, as_checkpoint))
+        commands += [(2, ["diff", bad, good], as_checkpoint), (2, ["diff", good, bad], as_checkpoint)]
+        commands.append((1, ["consolidate", shards, out, "--mapping", bad], as_mapping))
+        commands += [(1, ["clean", bad, *flags], as_folder) for flags in ([], ["--delete", "--older-than", "0"])]
+    for name, error in _BAD_OUTPUTS.items():
+        commands.append((1, ["consolidate", shards, str(tmp_path / name)], error))
+    for status, words, error in commands:
+        if error is not None:
+            where = " ".join(words).replace(str(tmp_path), "").replace("n" * 300, "n...")
+            _assert_named(impl, capsys, words, status, error, where)
+    assert_equal(sorted(os.listdir(tmp_path)), before, where="what was made")

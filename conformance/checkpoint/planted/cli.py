@@ -40,3 +40,18 @@ index_by_plain_json = patched(
     ),
     kills="CKPT-742",
 )
+missing_files_alone_are_named = patched(
+    "Of what the system refuses only a missing file is told as an error, the rest ends in a traceback.",
+    mutated("fastimpl.checkpoint.__main__:main", "(TwinproofError, OSError)", "(TwinproofError, FileNotFoundError)"),
+    kills="CKPT-800",
+)
+errors_of_diff_are_differences = patched(
+    "A comparison that could not be made ends as one that found differences.",
+    mutated("fastimpl.checkpoint.__main__:main", '2 if options.command == "diff" else 1', "1"),
+    kills="CKPT-800",
+)
+what_is_no_folder_is_cleaned = patched(
+    "A clean-up does not say by name that it was given no folder.",
+    mutated("fastimpl.checkpoint.__main__:_clean", "if not options.path.is_dir():", "if False:"),
+    kills="CKPT-800",
+)
