@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,65 @@ def test_refused_by_managers(checkpoint: Any, tmp_path: Path, monkeypatch: pytes
         ):
             found = {name: getattr(manager.policy, name) for name in both if hasattr(manager.policy, name)}
         assert_equal(found, {next(iter(both)): next(iter(both.values()))}, where=str(both))
+
+
+# Each newer name of an option, its older one, and options that are taken, or refused, with either value of it.
+_OLDER_NAMES: dict[tuple[str, str], dict[bool, tuple[dict[str, Any], ...]]] = {
+    ("last_save_in_hf", "last_save_in_safetensors_format"): {
+        True: (
+            {"hf_options": {"max_shard_size": "1GB"}},
+            {"hf_options": {"single_file": True, "checksums": True}},
+            {"hf_options": {"nothing of the writer": 1}},
+            {"export_dtype": "bfloat16"},
+            {"last_save_model_only": False},
+            {"load_only": True},
+        ),
+        False: (
+            {"hf_options": {"max_shard_size": "1GB"}},
+            {"last_save_model_only": False},
+            {"export_dtype": "float16"},
+        ),
+    },
+    ("last_save_model_only", "last_save_model_weights_only"): {
+        True: ({"last_save_in_hf": True, "hf_options": {"page_align": True}}, {"export_dtype": "bfloat16"}),
+        False: (
+            {"last_save_in_hf": True},
+            {"last_save_in_safetensors_format": True},
+            {"export_dtype": "bfloat16"},
+            {"enable_first_step_checkpoint": True},
+        ),
+    },
+}
+
+
+def _outcome(checkpoint: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """The files of a last save by a manager with these options, HF ones with their sums; or why it is refused."""
+    try:
+        with Trainer(1).manager(checkpoint, folder, **options) as manager:
+            manager.save(3, last_step=True)
+    except ConfigError as error:
+        return "refused", *error.args
+    there = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    return there, {path.name: zlib.crc32(path.read_bytes()) for path in folder.glob("step-3/model*")}
+
+
+@requirement(
+    "CKPT-801",
+    "An option of a manager by its older name MUST do what its newer name does, beside each option that depends on it: "
+    "the same files, or the same refusal.",
+)
+def test_older_names(checkpoint: Any, tmp_path: Path) -> None:
+    count = 0
+    for names, cases in _OLDER_NAMES.items():
+        for value, beside in cases.items():
+            for options in ({}, *beside):
+                found = []
+                for name in names:
+                    folder = tmp_path / f"{count}" / "run"
+                    with alone():
+                        found.append(_outcome(checkpoint, folder, {name: value, **options}))
+                    count += 1
+                assert_equal(found[1], found[0], where=f"{names[1]}={value} with {options}")
 
 
 class _Extra(torch.nn.Linear):

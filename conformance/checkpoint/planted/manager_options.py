@@ -156,3 +156,29 @@ failing_look_unsaid = patched(
     ),
     kills="CKPT-768",
 )
+
+hf_options_beside_the_newer_name_alone = patched(
+    "Options of the HF writer are refused where the older name asks for it.",
+    mutated(
+        f"{_MANAGER}:CheckpointManager.__init__",
+        "self._hf_options and not in_hf",
+        "self._hf_options and not last_save_in_hf",
+    ),
+    kills="CKPT-801",
+)
+
+older_name_of_hf_ignored = patched(
+    "The older name of last_save_in_hf has no effect.",
+    mutated(f"{_MANAGER}:CheckpointManager.__init__", "last_save_in_hf=in_hf", "last_save_in_hf=last_save_in_hf"),
+    kills="CKPT-801",
+)
+
+older_name_of_model_only_ignored = patched(
+    "The older name of last_save_model_only has no effect.",
+    mutated(
+        f"{_MANAGER}:CheckpointManager.__init__",
+        "last_save_model_only=model_only",
+        "last_save_model_only=last_save_model_only",
+    ),
+    kills="CKPT-801",
+)
