@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import struct
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
 
 from conformance.checkpoint.cases import (
     DTYPES,
@@ -23,10 +29,12 @@ from conformance.checkpoint.cases import (
     Tiled,
     assert_folder,
     assert_loads,
+    mesh_of,
     oracle,
     random_bits,
     save,
     save_ranks,
+    sharded,
 )
 from conformance.harness import Rank, assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
 from twinproof.checkpoint.format import layout_of, with_options
@@ -270,3 +278,65 @@ def test_not_distributed(checkpoint: Any, tmp_path: Path) -> None:
         save(checkpoint, state, path, save_distributed=False, **options)
         assert_folder(path, {FILE: ["a", "b"]}, state)
         assert_equal(sorted(child.name for child in path.iterdir()), [FILE, INDEX], where=f"{options}")
+
+
+# Each write mode with what a folder allows, and what follows: whether a file has one writer, from front to back.
+_MODES = {
+    ("sequential", "anything"): True,
+    ("random", "anything"): False,
+    ("auto", "anything"): False,
+    ("sequential", "no writes at places"): True,
+    ("auto", "no writes at places"): True,
+}
+
+
+def _refuses(*_: Any) -> int:
+    raise OSError(errno.ESPIPE, "Illegal seek")
+
+
+def _save_watched(rank: Rank, path: str, mode: str, allowed: str) -> tuple[list[str], list[str]]:
+    """Files that this rank wrote at places, and those that it wrote at their ends."""
+    made: dict[str, list[str]] = {"pwritev": [], "writev": []}
+    state = {f"t{i}": sharded(random_bits(torch.float32, (64, 32), i), mesh_of(rank), [Shard(0)]) for i in range(4)}
+    mapping = {name: 1 + number % 2 for number, name in enumerate(state)}
+    with ExitStack() as stack:
+        for call in made:
+            stack.enter_context(mock.patch.object(os, call, _watched(getattr(os, call), made[call])))
+        if allowed == "no writes at places":
+            stack.enter_context(mock.patch.object(os, "pwrite", _refuses))
+        save_ranks(
+            rank, state, Path(path), write_mode=mode, block_bytes=2048, fqn_to_index_mapping=mapping, thread_count=2
+        )
+    return sorted(set(made["pwritev"])), sorted(set(made["writev"]))
+
+
+def _watched(call: Callable[..., int], files: list[str]) -> Callable[..., int]:
+    def write(descriptor: int, *arguments: Any) -> int:
+        files.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        return call(descriptor, *arguments)
+
+    return write
+
+
+@requirement(
+    "CKPT-802",
+    "With write_mode sequential one rank alone MUST write each file, from front to back, whatever the folder allows; "
+    "with random every rank writes at places; auto is sequential just where the folder allows no other.",
+    needs=("counted_io",),
+)
+@pytest.mark.parametrize(("mode", "allowed"), _MODES)
+def test_write_modes(checkpoint: Any, rank_pool: Any, tmp_path: Path, mode: str, allowed: str) -> None:
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for world in (2, 3):
+        where = f"{mode}, {allowed}, {world} ranks"
+        path = tmp_path / f"{world}"
+        found = rank_pool.run(_save_watched, world, str(path), mode, allowed)
+        at_places, at_ends = ([name for rank in found for name in rank[way]] for way in (0, 1))
+        if _MODES[mode, allowed]:
+            assert_equal((at_places, sorted(at_ends)), ([], files), where=f"{where}: files by writer")
+        else:
+            assert_equal((at_ends, sorted(set(at_places))), ([], files), where=f"{where}: files by writer")
+            assert_equal([bool(rank[0]) for rank in found], [True] * world, where=f"{where}: each rank writes")
+        for number, file in enumerate(files):
+            state = {f"t{i}": random_bits(torch.float32, (64, 32), i) for i in (number, number + 2)}
+            assert_same_bytes(path / file, oracle(state, PT), where=f"{where}: {file}")

@@ -181,3 +181,30 @@ pages_of_the_library = patched(
     mutated("twinproof.checkpoint.format:with_options", " and not layout.page_align", ""),
     kills="CKPT-013",
 )
+
+_INSTRUCT = "fastimpl.checkpoint.writer:PlannedWrites.instruct"
+
+sequential_where_the_probe_says = patched(
+    "The folder alone decides whether files are written from front to back.",
+    mutated(
+        _INSTRUCT,
+        'mode == "sequential" or (mode == "auto" and not _has_random_access(plan.folder.path))',
+        'mode != "random" and not _has_random_access(plan.folder.path)',
+    ),
+    kills="CKPT-802",
+    of="fastimpl",
+)
+
+auto_is_sequential = patched(
+    "A save that may choose writes every file from front to back.",
+    mutated(_INSTRUCT, 'mode == "auto" and not _has_random_access(plan.folder.path)', 'mode == "auto"'),
+    kills="CKPT-802",
+    of="fastimpl",
+)
+
+sequential_by_many = patched(
+    "Files that are written from front to back are shared among ranks.",
+    mutated(_INSTRUCT, "block_bytes, sequential=sequential)", "block_bytes)"),
+    kills="CKPT-802",
+    of="fastimpl",
+)
