@@ -6,15 +6,18 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint import crash_programs as programs
-from conformance.checkpoint.cases import zeros_like
+from conformance.checkpoint.cases import save_ranks, zeros_like
 from conformance.checkpoint.crash_driver import Crashes
 from conformance.checkpoint.crash_folders import (
     NEW,
@@ -26,7 +29,7 @@ from conformance.checkpoint.crash_folders import (
     state_in,
     state_in_file,
 )
-from conformance.harness import Mismatch, assert_equal, requirement, succeeds
+from conformance.harness import Mismatch, Rank, assert_equal, requirement, succeeds
 from conformance.harness.compare import assert_same_tensors
 from conformance.provers.faults import DiskState, Fault, FaultServer, Snapshot, power_cut_states
 
@@ -201,3 +204,85 @@ def test_copies_of_others(checkpoint: Any, impl: ModuleType, server: FaultServer
         synced = {Path(event.path).name for event in trace.only("fsync") if event.end < shown}
         missing = {Path(name).name for name in STRAY} - synced
         assert_equal(missing, set(), where=f"{struck.where}: copies that are not synced")
+
+
+class _Own:
+    """A state that differs from rank to rank, as a data loader's does: each rank has a file of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.values = {f"rank{rank}": torch.full((300,), rank)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict
+
+
+def _save_by(rank: Rank, way: str, folder: Path, durable: bool) -> None:
+    """Save to ``step-1`` of the folder, in one of the ways in which several ranks save."""
+    checkpoint, model = rank.component("checkpoint"), programs.model_of(NEW)
+    states, target = {"loader": _Own(rank.rank)}, folder / "step-1"
+    if way == "files":
+        programs.save_together(rank, str(target), NEW, {"durable": durable, "block_bytes": 64, "checksums": True})
+    elif way == "shards":
+        save_ranks(rank, states["loader"].values, target, durable=durable, enable_consolidation=False)
+    elif way == "save_training":
+        linear = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(linear.parameters())
+        checkpoint.save_training(target, linear, optimizer, 1, states=states, durable=durable)
+    else:
+        options = {"last_save_in_hf": True} if way == "last save" else {}
+        mode = "async" if way == "asynchronous" else "disabled"
+        with checkpoint.CheckpointManager(
+            folder, model=model, interval=1, states=states, durable=durable, async_mode=mode, **options
+        ) as manager:
+            manager.save(1, last_step=way == "last save")
+
+
+_Seen = tuple[int, int]  # The inode of a file and its size.
+
+
+def _watch(rank: Rank, way: str, folder: str, durable: bool) -> tuple[set[_Seen], set[int]]:
+    """The files that this rank synced, as large as they were then, and those that it wrote and never synced."""
+    synced, written = set[_Seen](), set[int]()
+
+    def note(descriptor: int, *_: Any) -> None:
+        status = os.fstat(descriptor)
+        synced.add((status.st_ino, status.st_size))
+
+    def write(call: Callable[..., int]) -> Callable[..., int]:
+        def writes(descriptor: int, *arguments: Any) -> int:
+            written.add(os.fstat(descriptor).st_ino)
+            return call(descriptor, *arguments)
+
+        return writes
+
+    with ExitStack() as stack:
+        for name in ("fsync", "fdatasync"):
+            stack.enter_context(mock.patch.object(os, name, note))
+        for name in ("writev", "pwritev"):
+            stack.enter_context(mock.patch.object(os, name, write(getattr(os, name))))
+        _save_by(rank, way, Path(folder), durable)
+    return synced, written - {number for number, _ in synced}
+
+
+@requirement(
+    "CKPT-803",
+    "A durable save by several ranks, of either format and asynchronous too, MUST sync every file of the checkpoint "
+    "when its last byte is written, each rank those that it wrote; one that is not durable syncs none on any rank.",
+)
+@pytest.mark.parametrize("way", ["files", "shards", "save_training", "native", "asynchronous", "last save"])
+def test_files_of_each_rank(checkpoint: Any, rank_pool: Any, tmp_path: Path, way: str) -> None:
+    for world_size in (2, 3):
+        for durable in (True, False):
+            folder, where = tmp_path / f"{world_size}{durable}", f"{way}, {world_size} ranks, durable={durable}"
+            found = rank_pool.run(_watch, world_size, way, str(folder), durable)
+            files = {path: path.stat() for path in (folder / "step-1").iterdir()}
+            synced = set[_Seen]().union(*(rank[0] for rank in found))
+            missed = {path.name for path, status in files.items() if (status.st_ino, status.st_size) not in synced}
+            assert_equal(missed, set() if durable else {path.name for path in files}, where=f"{where}: not synced")
+            if durable:
+                assert_equal([rank[1] for rank in found], [set()] * world_size, where=f"{where}: written, not synced")
+            else:
+                assert_equal(synced, set(), where=f"{where}: synced")

@@ -65,3 +65,24 @@ copies_not_synced = patched(
     mutated("twinproof.checkpoint.publish:_carry", "if stat.S_ISREG(target.lstat().st_mode):", "if False:"),
     kills="CKPT-605",
 )
+
+native_files_of_one_rank_synced = patched(
+    "Of a native save the files of the coordinator alone are synced.",
+    mutated(
+        "twinproof.checkpoint.native:NativeStorageWriter.write_data",
+        "self._sync({result",
+        "None if self.staging is None else self._sync({result",
+    ),
+    kills="CKPT-803",
+)
+
+own_blocks_of_one_rank_synced = patched(
+    "Of the blocks of a file those that the first rank wrote are synced.",
+    mutated(
+        "fastimpl.checkpoint.writer:PlannedWrites.write",
+        "durable=durable and",
+        "durable=durable and not __import__('torch').distributed.get_rank() and",
+    ),
+    kills="CKPT-803",
+    of="fastimpl",
+)
