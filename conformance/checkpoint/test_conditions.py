@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import json
@@ -9,6 +10,7 @@ import logging
 import os
 import signal
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -166,6 +168,48 @@ def test_removing_leftovers(tmp_path: Path) -> None:
     assert_equal(made[".b.saving"].exists(), False, where="the other is gone")
     with raises(StorageError, mentions=("ENOENT", str(made[".b.saving"])), where="what is gone already"):
         publish.remove_leftover(gone)
+
+
+def _refusing(code: int) -> Callable[..., None]:
+    def refuse(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code), path)
+
+    return refuse
+
+
+@requirement(
+    "CKPT-804",
+    "A leftover that the system does not let go, a file, a folder or what lies in one, MUST be a StorageError of its "
+    "path and of the system's error, by the command line of status 1, and never be told as deleted.",
+    needs=NEEDS,
+)
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EBUSY, errno.EIO, errno.ENOENT], ids=os.strerror)
+@pytest.mark.parametrize("call", ["unlink", "rmdir"])
+def test_leftovers_that_stay(
+    impl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str, code: int
+) -> None:
+    kinds = ("empty folder", "folder") if call == "rmdir" else ("file", "folder", "nested")
+    for kind in kinds:
+        folder = tmp_path / kind
+        left = folder / f".step-3.saving-{HEX}"
+        (folder if kind == "file" else left / "in" if kind == "nested" else left).mkdir(parents=True)
+        if kind != "empty folder":
+            (left if kind == "file" else left / "in" / "x" if kind == "nested" else left / "x").write_text("1")
+        where, name = f"{call} of a {kind}: {os.strerror(code)}", errno.errorcode[code]
+        clean = ("clean", folder, "--delete", "--older-than", "0")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, _refusing(code))
+            with raises(StorageError, mentions=("deleting", name, str(left)), where=where):
+                publish.remove_leftover(publish.find_leftovers(folder)[0])
+            status, out, _ = _say(impl, capsys, *clean, "--json")
+            said = json.loads(out)
+            assert_equal((status, said["ok"], said.get("error")), (1, False, "StorageError"), where=where)
+            status, _, err = _say(impl, capsys, *clean)
+            assert_equal((status, err.split(":")[0]), (1, "StorageError"), where=f"{where}, as text")
+        assert_equal(left.exists(), True, where=where)
+        status, out, _ = _say(impl, capsys, *clean, "--json")
+        assert_equal((status, json.loads(out)["deleted"]), (0, [str(left)]), where=f"{where}, which passed")
+        assert_equal(left.exists(), False, where=f"{where}, which passed")
 
 
 @requirement(

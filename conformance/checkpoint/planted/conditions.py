@@ -206,3 +206,20 @@ unwritten_saves_end = patched(
     mutated(f"{_DCP}:HuggingFaceStorageWriter.finish", " or self.staging is None", ""),
     kills="CKPT-764",
 )
+
+_REMOVE = "twinproof.checkpoint.publish:remove_leftover"
+
+folders_that_stay_are_deleted = patched(
+    "A leftover folder that cannot be deleted is told as deleted.",
+    mutated(_REMOVE, "shutil.rmtree(leftover.path) if", "shutil.rmtree(leftover.path, ignore_errors=True) if"),
+    kills="CKPT-804",
+)
+files_that_stay_are_deleted = patched(
+    "A leftover that is read-only or gone is told as deleted.",
+    mutated(
+        _REMOVE,
+        'raise storage_error(error, "deleting", leftover.path) from error',
+        'if error.errno not in (2, 30):\n            raise storage_error(error, "deleting", leftover.path) from error',
+    ),
+    kills="CKPT-804",
+)
