@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard
 
-from conformance.checkpoint.cases import INDEX, assert_loads, mesh_of, random_bits, save_ranks, sharded
+from conformance.checkpoint.cases import INDEX, assert_loads, mesh_of, part_of, random_bits, save_ranks, sharded
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement, succeeds
-from twinproof.checkpoint.catalog import verify
+from twinproof.checkpoint.catalog import read_catalog, stored_ranges, verify
 
 _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "w": (torch.float32, (9, 6)),
@@ -149,3 +150,55 @@ def test_orders_of_parts(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.Mo
         files = {path.name: path.read_bytes() for path in (tmp_path / f"merged-{number}").iterdir()}
         merged = merged or files
         assert_equal([name for name in files if files[name] != merged.get(name)], [], where=f"merged, {where}")
+
+
+@requirement(
+    "CKPT-805",
+    "A rectangle of a tensor MUST be filled from all parts that meet it, whatever their order and whatever parts "
+    "beside it come between them.",
+)
+def test_parts_of_rectangles(checkpoint: Any, tmp_path: Path) -> None:
+    whole, choose = random_bits(torch.int32, (12, 9), 1), random.Random(7)
+    tiles = _cut_up(whole, [4, 8], [3, 6])
+    orders = [list(range(9)), list(range(9))[::-1], [0, 3, 6, 1, 4, 7, 2, 5, 8], [8, 5, 2, 7, 4, 1, 6, 3, 0]]
+    orders += [choose.sample(range(9), 9) for _ in range(4)]
+    for number, order in enumerate(orders):
+        _shards(tmp_path / f"{number}", {"w": tiles}, order)
+        record = read_catalog(tmp_path / f"{number}").tensors["w"]
+        for offsets, sizes in product(product((0, 2, 4, 7), (0, 1, 3, 5)), product((1, 4, 5), (1, 3, 4))):
+            where = f"{sizes} at {offsets}, order {order}"
+            memory, ranges = stored_ranges("w", record, offsets, sizes)
+            memory.fill_(-7)
+            for part in ranges:
+                part.target.copy_(part_of(dict(tiles)[part.chunk.offsets], part.offsets, part.sizes))
+            assert_same_tensor(memory, part_of(whole, offsets, sizes), where=where)
+
+
+@requirement(
+    "CKPT-806",
+    "diff MUST find two checkpoints equal, or name the values that differ, whatever the order of their parts and "
+    "whatever it compares at once.",
+    needs=("staged_copies",),
+)
+def test_diff_of_orders(
+    impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = importlib.import_module(f"{impl.__name__}.checkpoint.__main__")
+    whole = random_bits(torch.int32, (12, 9), 1)
+    other = whole.clone()
+    other[5, 7] ^= 1
+    for name, value in (("same", whole), ("other", other)):
+        checkpoint.save_file({"w": value}, tmp_path / f"{name}.safetensors")
+    for number, order in enumerate(
+        ([0, 3, 6, 1, 4, 7, 2, 5, 8], [8, 7, 6, 5, 4, 3, 2, 1, 0], [4, 0, 8, 1, 7, 2, 6, 3, 5])
+    ):
+        _shards(tmp_path / f"{number}", {"w": _cut_up(whole, [4, 8], [3, 6])}, order)
+        for name, expected in (("same", {}), ("other", {"w": "1 of 108 values, the first at [5, 7]"})):
+            for piece_bytes in (4, 20, 36, 108, 144, 1000):
+                monkeypatch.setattr(main, "PIECE_BYTES", piece_bytes)
+                words = [str(tmp_path / f"{number}"), str(tmp_path / f"{name}.safetensors")]
+                for pair in (words, words[::-1]):
+                    status = main.main(["diff", *pair, "--json"])
+                    found = status, json.loads(capsys.readouterr().out)["differences"]
+                    where = f"{name}, {piece_bytes} bytes at once, order {order}"
+                    assert_equal(found, (int(bool(expected)), expected), where=where)

@@ -31,3 +31,17 @@ copied_in_order_of_files = patched(
     kills="CKPT-732",
     of="fastimpl",
 )
+parts_end_with_the_first_beside = patched(
+    "Parts of a rectangle that come behind one beside it are left out, once one lay in it.",
+    mutated(
+        "twinproof.checkpoint.catalog:stored_ranges",
+        "zip(begin, ends, strict=True)):\n            continue",
+        "zip(begin, ends, strict=True)):\n            if ranges:\n                break\n            continue",
+    ),
+    kills=("CKPT-805", "CKPT-806"),
+)
+one_part_fills_a_rectangle = patched(
+    "A rectangle is filled from the last part that it meets.",
+    mutated("twinproof.checkpoint.catalog:stored_ranges", "return memory, ranges", "return memory, ranges[-1:]"),
+    kills="CKPT-805",
+)
