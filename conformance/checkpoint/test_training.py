@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -12,9 +13,18 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from conformance.checkpoint.cases import load as load_hf
 from conformance.checkpoint.cases import mesh_of, save
 from conformance.checkpoint.trainer import Trainer, alone, load
-from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
+from conformance.harness import (
+    Rank,
+    assert_equal,
+    assert_same_tensor,
+    assert_same_tensors,
+    raises,
+    requirement,
+    succeeds,
+)
 from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, PlanError
 
 
@@ -401,3 +411,63 @@ def test_extra_states(checkpoint: Any, tmp_path: Path, kind: str) -> None:
                     loader.load()
         for part, expected in zip(again, (saved, other), strict=True):
             assert_equal(_plain(part.seen), _plain(expected), where=f"{way}: {kind}")
+
+
+def _made(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(width, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _save_by(checkpoint: Any, way: str, path: Path, model: Any, optimizer: Any, step: int) -> None:
+    """Save to ``step-1`` of the folder, whatever the step."""
+    target = path / "step-1"
+    if way == "save_training":
+        checkpoint.save_training(target, model, optimizer, step)
+    elif way == "HF":
+        save(checkpoint, {name: value.detach() for name, value in model.named_parameters()}, target)
+    else:
+        options = {"last_save_in_hf": way == "manager, HF", "interval": 1}
+        with checkpoint.CheckpointManager(path, model=model, **options) as manager:
+            manager.save(1, last_step=way == "manager, HF")
+
+
+def _load_by(checkpoint: Any, way: str, path: Path, model: Any, optimizer: Any) -> int | None:
+    """Load the same; the answer is the step where the way tells it."""
+    target = path / "step-1"
+    if way == "save_training":
+        step: int = checkpoint.load_training(target, model, optimizer)
+        return step
+    if way == "HF":
+        load_hf(checkpoint, {name: value.detach() for name, value in model.named_parameters()}, target)
+    else:
+        start = {"initial_load_path": target} if way == "manager, HF" else {}
+        folder = path / "none" if start else path
+        with checkpoint.CheckpointManager(folder, model=model, interval=1, **start) as manager:
+            assert_equal(manager.load(), True, where=way)
+    return None
+
+
+@requirement(
+    "CKPT-807",
+    "A load MUST read what is at its path now, also where this process loaded another checkpoint from there before: "
+    "of other shapes, of the same, and one that is there again.",
+)
+@pytest.mark.parametrize("way", ["save_training", "HF", "manager", "manager, HF"])
+@pytest.mark.parametrize("how", ["saved over", "moved there"])
+def test_replaced_checkpoints(checkpoint: Any, tmp_path: Path, way: str, how: str) -> None:
+    path = tmp_path / "run"
+    for number, width in enumerate((3, 5, 5, 2), start=1):
+        where = f"{way}, {how}, number {number}"
+        (model, optimizer), late = _made(width), _made(width)
+        with alone(), succeeds("a save and a load", where=where):
+            if how == "saved over":
+                _save_by(checkpoint, way, path, model, optimizer, number)
+            else:
+                _save_by(checkpoint, way, tmp_path / f"{number}", model, optimizer, number)
+                shutil.rmtree(path, ignore_errors=True)
+                (tmp_path / f"{number}").rename(path)
+            step = _load_by(checkpoint, way, path, *late)
+        assert_equal(step in (None, number), True, where=f"{where}: step")
+        found, wanted = (dict(each.named_parameters()) for each in (late[0], model))
+        for name, value in wanted.items():
+            assert_same_tensor(found[name].detach(), value.detach(), where=f"{where}: {name}")

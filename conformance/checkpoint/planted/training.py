@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from conformance.harness import fault, mutated, patched, swap
+from conformance.harness import fault, mutated, patched, swap, wrap
 from twinproof.checkpoint.native import CheckpointFormat
 from twinproof.errors import DistributedError
 
@@ -85,3 +86,32 @@ extra_state_not_given_back = patched(
     mutated("twinproof.checkpoint.native:give_back", "state[name] = told[name]", "pass"),
     kills="CKPT-647",
 )
+
+
+def _by_path(original: Any, kept: dict[str, Any], path: Any, *arguments: Any, **options: Any) -> Any:
+    found = original(*arguments, **options)
+    return kept.setdefault(str(path), found)
+
+
+@fault(kills="CKPT-807")
+def metadata_of_the_path_kept() -> Iterator[None]:
+    """A reader of torch's format goes by the metadata that another one read at its path."""
+    kept: dict[str, Any] = {}
+
+    def around(original: Any, reader: Any, *arguments: Any, **options: Any) -> Any:
+        return _by_path(original, kept, reader.path, reader, *arguments, **options)
+
+    with wrap("twinproof.checkpoint.native:NativeStorageReader.read_metadata", around):
+        yield
+
+
+@fault(kills="CKPT-807")
+def headers_of_the_path_kept() -> Iterator[None]:
+    """A reader of HF checkpoints goes by the headers that another one read at its path."""
+    kept: dict[str, Any] = {}
+
+    def around(original: Any, path: Any, *arguments: Any, **options: Any) -> Any:
+        return _by_path(original, kept, path, path, *arguments, **options)
+
+    with wrap("twinproof.checkpoint.dcp:read_catalog", around):
+        yield
