@@ -160,6 +160,7 @@ def test_orders_of_parts(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.Mo
 def test_parts_of_rectangles(checkpoint: Any, tmp_path: Path) -> None:
     whole, choose = random_bits(torch.int32, (12, 9), 1), random.Random(7)
     tiles = _cut_up(whole, [4, 8], [3, 6])
+    by_place: dict[tuple[int, ...], torch.Tensor] = {**dict(tiles)}
     orders = [list(range(9)), list(range(9))[::-1], [0, 3, 6, 1, 4, 7, 2, 5, 8], [8, 5, 2, 7, 4, 1, 6, 3, 0]]
     orders += [choose.sample(range(9), 9) for _ in range(4)]
     for number, order in enumerate(orders):
@@ -170,7 +171,7 @@ def test_parts_of_rectangles(checkpoint: Any, tmp_path: Path) -> None:
             memory, ranges = stored_ranges("w", record, offsets, sizes)
             memory.fill_(-7)
             for part in ranges:
-                part.target.copy_(part_of(dict(tiles)[part.chunk.offsets], part.offsets, part.sizes))
+                part.target.copy_(part_of(by_place[part.chunk.offsets], part.offsets, part.sizes))
             assert_same_tensor(memory, part_of(whole, offsets, sizes), where=where)
 
 

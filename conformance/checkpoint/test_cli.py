@@ -227,8 +227,7 @@ def test_bad_paths(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.Ca
         commands += [(2, ["diff", bad, good], as_checkpoint), (2, ["diff", good, bad], as_checkpoint)]
         commands.append((1, ["consolidate", shards, out, "--mapping", bad], as_mapping))
         commands += [(1, ["clean", bad, *flags], as_folder) for flags in ([], ["--delete", "--older-than", "0"])]
-    for name, error in _BAD_OUTPUTS.items():
-        commands.append((1, ["consolidate", shards, str(tmp_path / name)], error))
+    commands += [(1, ["consolidate", shards, str(tmp_path / name)], error) for name, error in _BAD_OUTPUTS.items()]
     for status, words, error in commands:
         if error is not None:
             where = " ".join(words).replace(str(tmp_path), "").replace("n" * 300, "n...")

@@ -215,11 +215,11 @@ folders_that_stay_are_deleted = patched(
     kills="CKPT-804",
 )
 files_that_stay_are_deleted = patched(
-    "A leftover that is read-only or gone is told as deleted.",
+    "A leftover of a file system that is read-only is told as deleted.",
     mutated(
         _REMOVE,
         'raise storage_error(error, "deleting", leftover.path) from error',
-        'if error.errno not in (2, 30):\n            raise storage_error(error, "deleting", leftover.path) from error',
+        'if error.errno != 30:\n            raise storage_error(error, "deleting", leftover.path) from error',
     ),
     kills="CKPT-804",
 )
