@@ -89,8 +89,8 @@ moved_in_place = patched(
     kills="PIPE-440",
 )
 
-arguments_are_all_the_batch = patched(
-    "Every argument of a model is the batch where a lookup is made ahead.",
-    mutated("twinproof.pipeline.stages:_Tracer.create_args_for_root", "args[index] = defaults[name]", "pass"),
+arguments_without_defaults = patched(
+    "Every argument of a model behind the batch is None where a lookup is made ahead.",
+    mutated("twinproof.pipeline.stages:_Tracer.create_args_for_root", "= defaults[name]", "= None"),
     kills="PIPE-509",
 )
