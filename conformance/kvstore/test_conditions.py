@@ -41,6 +41,7 @@ from twinproof.errors import (
     MissingKeyError,
     PlanError,
     ShapeError,
+    StoreClosedError,
     TwinproofError,
     UnsupportedError,
 )
@@ -676,5 +677,9 @@ def test_errors_of_torch(kvstore: Any) -> None:
             with raises(RuntimeError, mentions=("illegal memory access",), where=name) as found:
                 call()
             assert_equal(found.error is error, True, where=f"{name}: the error itself")
+        # What torch says of a handle that another thread has closed meanwhile.
+        dead = RuntimeError("handle: dead, its store or snapshot was closed")
+        with mock.patch.object(KVHandle, name, side_effect=dead), raises(StoreClosedError, where=f"{name}, meanwhile"):
+            call()
     store.set("t", ids, torch.ones(1, 6))
     assert_equal(store.size("t"), 1, where="the store afterwards")

@@ -431,6 +431,12 @@ def test_other_shapes(offload: Any, kind: str) -> None:
                     with raises(PlanError, mentions=[name], where=f"{name} of {number}, {how}"):
                         twins.offloader.load_state_dict(wrong)
                     twins.check()
+        # What is no dense tensor has no form: it is the user's own, and taken as it is.
+        for name, given in (("note", 3), ("table", torch.eye(2).to_sparse())):
+            last = {**saved["state"][len(shapes) - 1], name: given}
+            with succeeds("a load", where=f"{name} beside the states of {shapes[-1]}"):
+                twins.offloader.load_state_dict({**saved, "state": {**saved["state"], len(shapes) - 1: last}})
+            twins.offloader.load_state_dict(saved)
         twins.step()
         twins.check()
         twins.offloader.close()

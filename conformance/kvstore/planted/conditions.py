@@ -228,6 +228,13 @@ missing_kernels_unnamed = patched(
     of="fastimpl",
 )
 
+closed_meanwhile_is_torchs_error = patched(
+    "A store that another thread has closed meanwhile says what torch says.",
+    mutated("fastimpl.kvstore.store:NativeReader._call", '"handle: dead" in str(error)', "False"),
+    kills="KV-408",
+    of="fastimpl",
+)
+
 every_error_is_a_close = patched(
     "Every error of torch means that the store was closed.",
     mutated("fastimpl.kvstore.store:NativeReader._call", '"handle: dead" in str(error)', "True"),
