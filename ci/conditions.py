@@ -15,8 +15,8 @@ in it fails, and so does an entry that is decided by now. ``--record`` writes an
 which more is open than before. A reason is written by hand, and holds for each place of its text.
 
 Left out are functions that others compile from their source, constants, and the last operand of an ``and`` or ``or``
-that is a value. Of an object that is no plain value only
-its being there is noted: asking it for its truth may cost a wait for a device.
+that is a value. Of an object that is no plain value only its being there is noted: asking it for its truth may cost a
+wait for a device.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def note(what):
 def operand(number, value):
     note(f"{{number}} {{bool(value) if type(value) in _PLAIN else True}}")
     return value
+
 
 def given(number, value, default):
     note(f"{{number}} {{value is default or (type(value) is type(default) and value == default)}}")
@@ -124,11 +125,9 @@ class Notes(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         if any("jit" in ast.unparse(each) or "fx.wrap" in ast.unparse(each) for each in node.decorator_list):
             return node
-        noted = (
-            []
-            if _is_declared_alone(node)
-            else [self._reached(node, "called", self._within + node.name), *self._given(node)]
-        )
+        noted: list[ast.stmt] = []
+        if not _is_declared_alone(node):
+            noted = [self._reached(node, "called", self._within + node.name), *self._given(node)]
         self.generic_visit(node)
         at = 1 if ast.get_docstring(node, clean=False) is not None else 0
         node.body[at:at] = noted
