@@ -2,8 +2,9 @@
 
 A statement is left out, two neighbours change places, a keyword argument is not passed on, a condition always holds or
 never does, an operand of a condition is forgotten, 0 or nothing is taken for None, a copy is not made or an order not
-brought about. Only what has an effect is left out or moved: what binds a name for
-the first time would end in a NameError, which everybody sees.
+brought about. A function returns early where it has found nothing, or an object remembers what it found the first time:
+shortcuts that somebody adds. Only what has an effect is left out or moved: what binds a name for the first time would
+end in a NameError, which everybody sees.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def slips_of(text: str) -> Iterator[Slip]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for block in _blocks(node):
                 yield from _of_block(source, block, _bound_twice(node))
+            yield from _of_results(source, node)
             for inner in _own(node):
                 yield from _of_conditions(source, inner)
                 if isinstance(inner, ast.Call):
@@ -150,6 +152,28 @@ def _has_effect(statement: ast.stmt) -> bool:
 
 def _names(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+
+
+def _of_results(source: _Source, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Slip]:
+    """A shortcut behind each name that the function's own block binds, and a memory of what a method asked for."""
+    nodes = [*_own(function)]
+    returns_value = any(isinstance(node, ast.Return) and node.value is not None for node in nodes)
+    is_method = bool(function.args.args) and function.args.args[0].arg == "self"
+    for statement, following in itertools.zip_longest(function.body, function.body[1:]):
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+            continue
+        name, value = statement.targets[0].id, statement.value
+        ends = isinstance(following, ast.Return) and following.value is not None
+        is_result = ends and ast.unparse(following) == f"return {name}"
+        if following is not None and not is_result and not isinstance(value, ast.Constant):
+            # The truth of a tensor may cost a wait for a device, or mean nothing.
+            empty = f'not ({name}.numel() if hasattr({name}, "numel") else {name})'
+            result = f" {name}" if returns_value else ""
+            text = f"{source.text(statement)}\n{' ' * statement.col_offset}if {empty}: return{result}"
+            yield source.slip("shortcut", statement, text)
+        if is_method and any(isinstance(node, ast.Call) for node in ast.walk(value)):
+            kept = f'self.__dict__.setdefault("kept_{statement.lineno}", {source.text(value)})'
+            yield source.slip("remember", value, kept)
 
 
 def _of_conditions(source: _Source, node: ast.AST) -> Iterator[Slip]:

@@ -114,6 +114,21 @@ def test_neighbours_change_places_where_both_have_an_effect(slips: Any) -> None:
     assert made[6:9] == ["    publish(file)", "    if sync and rows > 0:", "        fsync(file)"]
 
 
+def test_shortcuts_are_added(slips: Any) -> None:
+    """Behind what a function has found, but not where it returns that anyway; what a method asked for is remembered."""
+    text = (
+        "class Rows:\n    def send(self):\n        ids = self.find(1)\n        count = 1\n        push(ids)\n"
+        "    def all(self):\n        rows = sorted(self.rows)\n        return rows\n"
+        "def one(rows):\n    first = rows[:1]\n    return first.sum()\n"
+    )
+    empty = '+if not ({0}.numel() if hasattr({0}, "numel") else {0}): return{1}'
+    assert _changed(slips, text, "slip/shortcut") == [[empty.format("first", " first")], [empty.format("ids", "")]]
+    assert [made[-1] for made in _changed(slips, text, "slip/remember")] == [
+        '+ids = self.__dict__.setdefault("kept_3", self.find(1))',
+        '+rows = self.__dict__.setdefault("kept_7", sorted(self.rows))',
+    ]
+
+
 @pytest.mark.night
 def test_every_slip_of_the_sources_is_a_program_with_another_meaning(slips: Any, program: Callable[[str], Any]) -> None:
     meaning, count = program("python_code").meaning, Counter[str]()
@@ -127,7 +142,7 @@ def test_every_slip_of_the_sources_is_a_program_with_another_meaning(slips: Any,
             assert slip.operator == "slip/always" or meaning(made) != plain, (name, slip)
             assert 0 < slip.line <= len(lines)
             count[slip.operator] += 1
-    names = ("leave-out", "swap", "keyword", "always", "never", "operand")
+    names = ("leave-out", "swap", "keyword", "always", "never", "operand", "shortcut", "remember")
     assert {f"slip/{name}" for name in names} <= set(count)
 
 
