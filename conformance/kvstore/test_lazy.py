@@ -396,6 +396,30 @@ def test_planner_again(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
 
 
 @requirement(
+    "KV-440",
+    "A planner that loads again MUST load other rows, other tables and other checkpoints than before: all of what it "
+    "is given then, and nothing of what it was given before.",
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_planner_of_others(kvstore: Any, checkpoint: Any, tmp_path: Path, whole: bool) -> None:
+    kept = {name: filled(kvstore, keys, return_whole_row=whole) for name, keys in (("many", KEYS), ("few", KEYS[:5]))}
+    for name, store in kept.items():
+        _saved(checkpoint, store.state_dict(), tmp_path / name)
+    planner = kvstore.KVLoadPlanner()
+    for turn, (name, tables) in enumerate(product(("many", "few", "many"), (("b",), ("a", "b"), ("a",)))):
+        expected, store = contents(kept[name]), filled(kvstore, kept[name].ids("a").tolist(), return_whole_row=whole)
+        for table in store.tables:
+            ids = store.ids(table)
+            store.set(table, ids, torch.full_like(store.get(table, ids), 7.0))
+        before = contents(store)
+        chosen = {k: v for k, v in store.state_dict(snapshot=False).items() if k.partition(".")[0] in tables}
+        with succeeds("a load", where=f"{name} {tables}, load {turn}"):
+            _load(checkpoint, chosen, tmp_path / name, planner)
+        asked = {table: (expected if table in tables else before)[table] for table in store.tables}
+        assert_contents(store, asked, where=f"{name} {tables}, load {turn}, whole={whole}")
+
+
+@requirement(
     "KV-369",
     "A planner whose load was refused MUST load what it is given next, and write nothing more of the load that was "
     "refused.",

@@ -110,6 +110,27 @@ parameters_are_not_read_into = patched(
 )
 
 
+names_of_the_first_load = patched(
+    "A planner asks each load for the rows that it was first asked for.",
+    mutated(
+        "twinproof.kvstore.statedict:KVLoadPlanner.create_local_plan",
+        "found = {fqn: value for fqn, value in lazy.items() if fqn in saved}",
+        "names = self.__dict__.setdefault('names', set(lazy)); found = {n: v for n, v in lazy.items() if n in names}",
+    ),
+    kills="KV-440",
+)
+items_of_the_first_load = patched(
+    "What was read waits for as many tensors as the first load had.",
+    mutated(
+        "twinproof.kvstore.statedict:KVLoadPlanner.finish_plan",
+        "self._left = sum(item.type is LoadItemType.TENSOR for item in new_plan.items)",
+        "count = sum(item.type is LoadItemType.TENSOR for item in new_plan.items); "
+        "self._left = self.__dict__.setdefault('_first', count)",
+    ),
+    kills="KV-440",
+)
+
+
 @fault(kills="KV-369", at="twinproof.kvstore.statedict:KVLoadPlanner.finish_plan")
 def rows_wait_for_the_next_load(original: Any, planner: Any, plan: Any) -> Any:
     """Rows of a load that was refused wait, and are written with the next."""
