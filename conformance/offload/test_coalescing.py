@@ -280,3 +280,29 @@ def test_states_of_other_forms(offload: Any, move: str, release: str) -> None:
                     twins.optimizer, engine=device.engine, chunk_bytes=1 << 16, release=release
                 )
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-503",
+    "States of exactly the size up to which they are packed MUST move in one copy for all of a chunk, and states one "
+    "element larger each in its own, in both directions and with every bit.",
+    needs=PACK,
+)
+@pytest.mark.parametrize("more", [0, 1])
+def test_largest_that_is_packed(offload: Any, more: int) -> None:
+    from fastimpl.offload.packing import PACKED_BYTES
+
+    params = [values((PACKED_BYTES // 4 + more,), i) for i in range(3)]
+    with proven(late=True) as device:
+        twins = Twins(offload, device, "SGD", params, options={"lr": 0.1, "momentum": 0.9}, chunk_bytes=0)
+        twins.step()
+        twins.offloader.settle()
+        for name, options in (("to_device", {"for_good": True}), ("to_host", {})):
+            before = device.engine.copy_count
+            getattr(twins.offloader, name)(twins.offloader.bundles, **options)
+            copies = device.engine.copy_count - before
+            assert_equal(copies, 3 if more else 1, where=f"copies of {name}, {more} more than fits")
+        twins.check()
+        twins.step()
+        twins.check()
+        twins.offloader.close()

@@ -208,3 +208,54 @@ def test_load(offload: Any, device: str) -> None:
             twins.step()
             twins.check()
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-501",
+    "A copy to the host and its binding MUST be two calls of to_host where they are asked for one by one: the first "
+    "leaves everything bound to the device, the second copies nothing, and no bit is lost.",
+)
+def test_copied_then_bound(offload: Any) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, release="on_request")
+        for number in range(2):
+            twins.step()
+            offloader, before = twins.offloader, device.engine.moved_bytes["d2h"]
+            payload = offloader.stats().payload_bytes
+            offloader.to_host(offloader.bundles, binds=False)
+            offloader.settle()
+            assert_equal(device.engine.moved_bytes["d2h"] - before, payload, where=f"copied, step {number}")
+            assert_equal(offloader.residency().device_bytes, payload, where=f"bound to the device, step {number}")
+            offloader.to_host(offloader.bundles, copies=False)
+            offloader.settle()
+            assert_equal(device.engine.moved_bytes["d2h"] - before, payload, where=f"copied in all, step {number}")
+            assert_equal(offloader.residency().host_bytes, payload, where=f"bound to the host, step {number}")
+            twins.check()
+        twins.offloader.close()
+
+
+@requirement(
+    "OPT-502",
+    "Each of Megatron's verbs MUST do what ours does that it stands for: reload and reload_offloaded_states bring "
+    "everything to the device, offload_states copies it out, release_offloaded_gpu_states lets it go.",
+)
+@pytest.mark.parametrize("verb", ["reload", "reload_offloaded_states"])
+def test_verbs_of_megatron(offload: Any, verb: str) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, release="on_request")
+        twins.step()
+        offloader, payload = twins.offloader, twins.offloader.stats().payload_bytes
+        for number in range(2):
+            offloader.mark_optimizer_states_initialized()
+            before = device.engine.moved_bytes["d2h"]
+            offloader.offload_states()
+            assert_equal(device.engine.moved_bytes["d2h"] - before, payload, where="bytes that offload_states copied")
+            offloader.release_offloaded_gpu_states()
+            offloader.settle()
+            assert_equal(offloader.residency().host_bytes, payload, where=f"released, turn {number}")
+            getattr(offloader, verb)()
+            assert_equal(offloader.residency().device_bytes, payload, where=f"on the device after {verb}()")
+            offloader.sync_before_step()
+            twins.step()
+            twins.check()
+        offloader.close()

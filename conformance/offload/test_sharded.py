@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement
+from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.offload.cases import assert_same_state, values
 from conformance.provers.virtual_device import VirtualDevice
 from twinproof.errors import StaleMasterError, UnsupportedError
@@ -232,3 +232,63 @@ def _write_dtensors(rank: Rank) -> None:
 )
 def test_written_dtensors(rank_pool: Any) -> None:
     rank_pool.run(_write_dtensors, 2)
+
+
+class _Layers(torch.nn.Module):
+    """Layers of which each call says which it goes through."""
+
+    def __init__(self, layers: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, value: torch.Tensor, chosen: tuple[int, ...], unused: tuple[int, ...]) -> torch.Tensor:
+        for number in unused:
+            self.layers[number](value)
+        for number in chosen:
+            value = self.layers[number](value)
+        return value
+
+
+# Layers that a step goes through, and those that it calls without use of what they give.
+_WAYS = (((0, 2), ()), ((0, 1, 2), ()), ((0, 2), (1,)), ((2,), ()))
+
+
+def _train_fsdp1(rank: Rank, options: dict[str, Any], is_nested: bool) -> None:
+    offload, arms = rank.component("offload"), []
+    settings: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers: list[torch.nn.Module] = [torch.nn.Linear(6, 6) for _ in range(3)]
+        parts = [FullyShardedDataParallel(layer, **settings) if is_nested else layer for layer in layers]
+        model = FullyShardedDataParallel(_Layers(parts), **settings)
+        arms.append((model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)))
+    device = VirtualDevice()
+    with device:
+        offloader = offload.OptimizerStateOffloader(arms[1][1], engine=device.engine, chunk_bytes=256, **options)
+    for step, (chosen, unused) in enumerate(_WAYS):
+        for model, _ in arms:
+            model(values((5, 6), 1000 + step), chosen, unused).square().mean().backward()
+        arms[0][1].step()
+        # The communication of FSDP runs outside of the proof; the step of the optimizer is what is proven here.
+        with device, succeeds("a step", where=f"layers {chosen}, {is_nested=}, {options}"):
+            arms[1][1].step()
+        for _, optimizer in arms:
+            optimizer.zero_grad()
+    with device:
+        got = offloader.snapshot()
+        offloader.close()
+    device.check()
+    assert_same_state(got, arms[0][1].state_dict())
+    for plain, mine in zip(*(model.parameters() for model, _ in arms), strict=True):
+        assert_same_tensor(mine.detach(), plain.detach(), where=f"shard, {is_nested=}, {options}")
+
+
+@requirement(
+    "OPT-500",
+    "A model under FullyShardedDataParallel MUST train bit for bit as without offload where a step goes through some "
+    "of its layers only, or makes no use of what one gives, and where a rank has nothing of a parameter.",
+)
+@pytest.mark.parametrize("options", [{}, {"release": "on_request"}, {"fraction": 0.4}], ids=["all", "request", "some"])
+@pytest.mark.parametrize("is_nested", [True, False], ids=["units", "one"])
+def test_fsdp1_some_layers(rank_pool: Any, options: dict[str, Any], is_nested: bool) -> None:
+    rank_pool.run(_train_fsdp1, 2, options, is_nested)

@@ -97,3 +97,10 @@ forms_of_a_load_stay = patched(
     mutated("refimpl.offload:Blocking.to_host", "if copies:", "if copies and bundle.places[name].fits(tensor):"),
     kills="OPT-460",
 )
+
+largest_states_by_themselves = patched(
+    "States of exactly the size up to which they are packed are copied one by one.",
+    mutated("fastimpl.offload.packing:_split", "size_bytes <= PACKED_BYTES", "size_bytes < PACKED_BYTES"),
+    kills="OPT-503",
+    of="fastimpl",
+)

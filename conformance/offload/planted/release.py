@@ -75,3 +75,14 @@ other_tensor_of_the_same_version = patched(
     mutated("twinproof.offload.offloader:_CopiedOut._seen", "tensor.data_ptr(), ", "0, "),
     kills="OPT-383",
 )
+
+bound_copies_are_made_again = patched(
+    "What was copied to the host is copied once more when it is to be bound there.",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader.to_host", "copies=copies", "copies=True"),
+    kills="OPT-501",
+)
+
+
+@fault(kills="OPT-502", at="twinproof.offload.offloader:OptimizerStateOffloader.reload_offloaded_states")
+def the_long_name_brings_nothing(original: Any, offloader: Any) -> None:
+    """Of Megatron's two names for it, one leaves states on the host until the step."""

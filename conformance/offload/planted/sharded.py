@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from conformance.harness import fault, mutated, patched
 
 
@@ -37,3 +39,13 @@ plain_states_alone_are_looked_at = patched(
     kills="OPT-431",
     of="fastimpl",
 )
+
+
+@fault(kills="OPT-500", at="twinproof.offload.offloader:OptimizerStateOffloader._run")
+def layers_left_out_are_stepped(original: Any, offloader: Any, arithmetic: Any) -> None:
+    """A layer that a step did not go through is stepped with a gradient of zeros."""
+    for group in offloader.optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+    original(offloader, arithmetic)
