@@ -285,3 +285,61 @@ def test_given_back(kvstore: Any, count: int) -> None:
         store.close()
         # Else what its object holds would go while the next one is measured.
         del store
+
+
+@requirement(
+    "KV-418",
+    "Where memory for the rows of a state dict is short, no snapshot lives and no capacity evicts, load_state_dict "
+    "with clear MUST leave every table as it was, ready for another try: other rows go when the new ones are there.",
+    needs=("injected_allocation_failure",),
+)
+@pytest.mark.parametrize("table", ["t", "u"])
+def test_failing_clear(kvstore: Any, table: str) -> None:
+    layouts = {name: kvstore.RowLayout(6, optimizer="adagrad") for name in "tu"}
+    source = store_of(kvstore, layouts)
+    for seed, name in enumerate(layouts):
+        source.set_rows(name, random_rows(source, range(400, 1400), seed, name))
+    state, wanted = source.state_dict(), {name: _rows_of(source, name) for name in layouts}
+    for failures in range(2000):
+        # All that there is for a while just fits.
+        store, where = store_of(kvstore, layouts, capacity={"t": None, "u": 1400}, num_shards=2), f"{table}, {failures}"
+        for seed, name in enumerate(layouts):
+            store.set_rows(name, random_rows(store, range(ROWS), 7 + seed, name))
+        before, has_failed = {name: _rows_of(store, name) for name in layouts}, False
+        store.fail_allocations(table, failures)
+        try:
+            store.load_state_dict(state, clear=True)
+        except MemoryError as error:
+            has_failed = True
+            assert_equal(isinstance(error, TwinproofError), True, where=f"{where}: {type(error).__name__} is named")
+        store.fail_allocations(table, -1)
+        if has_failed:
+            for name in layouts:
+                assert_equal(_rows_of(store, name) == before[name], True, where=f"{where}: {name} is as it was")
+            store.load_state_dict(state, clear=True)
+        for name in layouts:
+            assert_equal(_rows_of(store, name) == wanted[name], True, where=f"{where}: {name} is what was saved")
+        if not has_failed:
+            break
+    assert_equal(0 < failures < 1999, True, where="a load that grows the table allocates, and ends")
+
+
+def _rows_of(store: Any, table: str) -> tuple[bytes, bytes]:
+    ids = store.ids(table)
+    return ids.numpy().tobytes(), store.get_rows(table, ids).numpy().tobytes()
+
+
+@requirement(
+    "KV-420",
+    "reserve of more rows than a table can hold MUST be refused with the number that was asked for and the most that "
+    "there can be, and change nothing.",
+    needs=("injected_allocation_failure",),
+)
+@pytest.mark.parametrize("count", [2**32 - 15, 2**32, 2**33, 2**64])
+def test_reserve_of_too_many(kvstore: Any, count: int) -> None:
+    store = filled(kvstore)
+    before, stats = image(store), store.stats()
+    with raises(ConfigError, mentions=(f"got: {count}", f"from 0 to {2**32 - 16}", "row_count"), where=f"{count} rows"):
+        store.reserve("t", count)
+    assert_image(store, before, where=f"after reserve({count})")
+    assert_equal(store.stats(), stats, where=f"memory after reserve({count})")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import assert_equal, requirement
@@ -117,3 +118,36 @@ def _one_step(store: Any, clock: Clock, step: int, ids: torch.Tensor) -> list[An
         return []
     with store.snapshot() as moment:
         return [(store.size("t"), store.stats().evicted_count, contents(moment))]
+
+
+# Memory of a call up to so much is a part of a larger piece, ``kSmallBytes`` in C++.
+PIECE_BYTES = 4 << 20
+
+
+@requirement(
+    "KV-421",
+    "A store on a device MUST answer batches whose scratch memory is as large as a part of its pieces can be, and "
+    "larger, as a store on the CPU does, bit for bit: reads, steps of the optimizer, and deletes.",
+    needs=NEEDS,
+)
+@pytest.mark.parametrize("more", [0, 1])
+def test_large_scratch_memory(kvstore: Any, more: int) -> None:
+    from conformance.kvstore.simt import SimtStore
+
+    # A word for each id; few rows, of which each stands many times in the batch.
+    count, layout = PIECE_BYTES // 8 + more, kvstore.RowLayout(1, optimizer="adagrad")
+    ids = (torch.arange(count) * 7919).remainder(613)
+    ids[-1] = 700
+    stores = [
+        kind({"t": layout}, optimizer_in_row=True, seed=7, clock=Clock()) for kind in (SimtStore, kvstore.KVStore)
+    ]
+    answers = []
+    for store in stores:
+        store.set("t", ids_of(range(500)), weights_of(store, 500, 1).nan_to_num(0, 0, 0).clamp(-1, 1))
+        store.apply_gradients("t", ids, (ids % 5).float()[:, None], 0.5)
+        answers.append((store.get("t", ids), store.contains("t", ids + 1), store.delete("t", ids[7:])))
+    for number, (mine, theirs) in enumerate(zip(*answers, strict=True)):
+        assert_equal(
+            torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs)), True, where=f"answer {number}, {more}"
+        )
+    assert_equal(contents(stores[0]), contents(stores[1]), where=f"what is left, {more} more than a piece has")

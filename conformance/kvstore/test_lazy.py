@@ -153,8 +153,8 @@ def test_lists_of_tensors(kvstore: Any) -> None:
 
 @requirement(
     "KV-151",
-    "A view of a moment MUST take its rows along when it is copied or pickled; a view of a store is a reference, which "
-    "torch.save MUST refuse, and a store MUST be neither copied nor pickled.",
+    "A view of a moment MUST take its rows along when it is cloned, copied deep or pickled; a view of a store is a "
+    "reference, which torch.save MUST refuse, and a store MUST be neither copied nor pickled.",
 )
 def test_travelling(kvstore: Any) -> None:
     store = filled(kvstore, KEYS, return_whole_row=True)

@@ -400,3 +400,44 @@ def test_steps_of_no_ids(kvstore: Any, optimizer: str) -> None:
         for step in (1, 5):
             plain.apply_gradients("t", ids, torch.ones(2, 4), LR, step)
         assert_contents(store, contents(plain), where=f"the step behind, {where}")
+
+
+@requirement(
+    "KV-422",
+    "Under a GradScaler rows MUST take the gradients that come to them, scaled and not finite ones too, in steps that "
+    "the scaler cannot skip; where a hook of the module's output takes the scale out and puts zeros for what is not "
+    "finite, each step MUST be the one without a scaler, bit for bit.",
+)
+@pytest.mark.parametrize("optimizer", FUSED_OPTIMIZERS)
+def test_grad_scaler(kvstore: Any, optimizer: str) -> None:
+    stores = [store_of(kvstore, kvstore.RowLayout(5, optimizer=optimizer)) for _ in range(4)]
+    bags = [kvstore.KVEmbeddingBag(store, mode="sum", lr=LR, **HYPER) for store in stores]
+    plain, hooked, scaled, expected = bags
+    dense = torch.nn.Parameter(torch.ones(5))
+    trainer, scaler = torch.optim.SGD([dense], lr=0.5), torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def unscaled(grad: torch.Tensor) -> torch.Tensor:
+        return (grad / scaler.get_scale()).nan_to_num(0, 0, 0)
+
+    for step in range(4):
+        ids = ids_of(range(step, step + 6)).reshape(2, 3)
+        grads = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
+        factor, scale = torch.tensor(float("inf") if step == 2 else 1.0), scaler.get_scale()
+        before = dense.detach().clone()
+        # A step that overflows is one with gradients of zero where the hook says so.
+        plain(ids).backward(torch.zeros_like(grads) if step == 2 else grads)
+        out = hooked(ids)
+        out.register_hook(unscaled)
+        scaler.scale(((out + dense) * grads * factor).sum()).backward()
+        scaler.scale((scaled(ids) * grads * factor).sum()).backward()
+        expected(ids).backward(grads * scale * factor)
+        scaler.step(trainer)
+        scaler.update()
+        trainer.zero_grad()
+        assert_equal(torch.equal(dense, before), step == 2, where=f"the scaler skips step {step} of what is dense")
+        held = [contents(store) for store in stores]
+        assert_equal(held[1] == held[0], True, where=f"{optimizer}, step {step}: unscaled, rows of no scaler")
+        assert_equal([s.step_count("t") for s in stores], [step + 1] * 4, where=f"{optimizer}, step {step}: steps")
+        found, wanted = (store.get("t", store.ids("t")) for store in stores[2:])
+        assert_equal(torch.equal(found.nan_to_num(7), wanted.nan_to_num(7)), True, where=f"{optimizer}, step {step}")
+    assert_equal(bool(found.isfinite().all()), False, where=f"{optimizer}: rows that took what is not finite")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -422,3 +423,40 @@ def test_attached_to_other_values(kvstore: Any) -> None:
         with succeeds("attach", where=f"{name} of {optimizer}"):
             view = pickle.loads(pickle.dumps(kvstore.KVTensor(source, ids, name))).attach(target)
         assert_bits(view.full_tensor(), expected, where=f"{name} of {optimizer}")
+
+
+@requirement(
+    "KV-419",
+    "copy.copy of a view, and of any tensor of a state dict, MUST share its rows, as that of a tensor shares memory: "
+    "of a store what is written later, both ways, and what is loaded; flags, place and source are each copy's own.",
+)
+def test_shallow_copies(kvstore: Any) -> None:
+    for name in WRITABLE:
+        store = filled(kvstore)
+        view = kvstore.KVTensor(store, ids_of(KEYS), name, chunk_rows=4)
+        with succeeds("copy.copy", where=f"of a view of {name}"):
+            shared = copy.copy(view)
+            assert_bits(shared.full_tensor(), view.full_tensor(), where=f"a copy of {name}")
+        values = values_for(view, KEYS, 11)
+        shared.set_range(0, 0, 6, values)
+        assert_bits(view.full_tensor(), values, where=f"{name}, written by the copy")
+        store.set_rows("t", random_rows(store, KEYS, 12))
+        assert_bits(shared.full_tensor(), view.full_tensor(), where=f"{name}, written to the store")
+        shared.place(20, 7)
+        shared.read_only = True
+        assert_equal((view.global_row_count, view.row_offset, view.read_only), (6, 0, False), where=f"{name}, own")
+        assert_equal(copy.copy(shared).read_only, True, where=f"a copy of a read-only view of {name}")
+        copy.copy(view).attach(filled(kvstore, KEYS[:3]))
+        assert_equal(view.source is store, True, where=f"source of {name}")
+    sent = pickle.loads(pickle.dumps(view))
+    with raises(DetachedStoreError, where="a copy of a view without rows"):
+        copy.copy(sent).full_tensor()
+    # A state dict of the store takes what is loaded, its step among it; one of a moment stays that of the moment.
+    live, moment = ({k: copy.copy(v) for k, v in store.state_dict(snapshot=s).items()} for s in (False, True))
+    before = moment["t.weight"].full_tensor()
+    live["t.step"].accept(0, torch.tensor([[41]]))
+    assert_equal(store.step_count("t"), 41, where="a step that a copy took")
+    store.set_rows("t", random_rows(store, KEYS, 13))
+    expected = store.get("t", live["t.weight_id"].full_tensor()[:, 0])
+    assert_bits(live["t.weight"].full_tensor(), expected, where="a copy of a live state dict")
+    assert_bits(moment["t.weight"].full_tensor(), before, where="a copy of a moment")

@@ -123,7 +123,8 @@ class NativeRows(NativeReader):
 
     def reserve(self, table: str, row_count: int) -> None:
         if row_count > ROWS_MAX:
-            raise ConfigError("not a number of rows", got=row_count, expected="an int >= 0", where="row_count")
+            most = f"an int from 0 to {ROWS_MAX}"
+            raise ConfigError("more rows than a table has places", got=row_count, expected=most, where="row_count")
         self._change(table, self._handle.reserve, row_count)
 
     def prefetch(self, table: str, ids: torch.Tensor) -> None:

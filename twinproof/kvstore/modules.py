@@ -210,6 +210,15 @@ class KVEmbeddingBag(_StoreRows):
             module is, for this table: ``weight``, ``weight_id``, ``step`` and so on, behind the module's name. Every
             rank of the group calls it. ``load_state_dict`` leaves the table with the rows of the state dict alone.
 
+    The optimizer is the row's, and none that a ``GradScaler`` knows: the scaler neither unscales these gradients nor
+    skips these steps, so that rows take scaled gradients, and infinite ones. Take the scale out in a hook of the
+    output::
+
+        out = bag(ids)
+        out.register_hook(lambda grad: (grad / scaler.get_scale()).nan_to_num(0, 0, 0))
+
+    A gradient of zeros is still a step: moments of Adam go on, and the step counts. bfloat16 needs no scaler.
+
     Every lookup takes a step of its own in the backward, as FBGEMM's tables do: a table that was looked up twice before
     one backward takes two, of which each sees the gradients of its lookup alone, the later lookup's first. Look all ids
     up at once for one step. ``requires_grad_(False)`` of the module freezes its rows.

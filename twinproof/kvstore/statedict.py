@@ -330,6 +330,12 @@ def _row_count_after(store: RowStore, table: str, ids: torch.Tensor) -> int:
     return row_count if capacity is None else min(row_count, capacity)
 
 
+def _remove_others(store: RowStore, table: str, ids: torch.Tensor) -> None:
+    """Remove the rows of all ids but these, int64 [n]."""
+    present = store.ids(table)
+    store.delete(table, present[~torch.isin(present, ids)])
+
+
 def load_state_dict(
     store: DeltaStore,
     engine: RowEngine,
@@ -348,10 +354,9 @@ def load_state_dict(
     for table, incoming in found.items():
         check_load_fits(store, table, incoming.ids.numel())
         _check(store, incoming, table)
-    if not clear:
-        # Room for all of them first: memory that is short between two chunks would leave some rows new and some old.
-        for table, incoming in found.items():
-            engine.reserve(table, _row_count_after(store, table, incoming.ids))
+    # Room for all of them first: memory that is short between two chunks would leave some rows new and some old.
+    for table, incoming in found.items():
+        engine.reserve(table, _row_count_after(store, table, incoming.ids))
     # One moment for the rows of all chunks and tables that bring none.
     now = store.now()
     moments: dict[int, Snapshot] = {}
@@ -361,14 +366,15 @@ def load_state_dict(
         for moment in moments.values():
             opened.enter_context(moment)
         for table, incoming in kept.items():
-            if clear:
-                store.clear(table)
             # What it was loaded from before is no base of deltas any more.
             store.fingerprints.set_loaded(table, None)
             evict_for_load(store, table, incoming.ids)
             for start, length in incoming.chunks():
                 rows = _rows(store, table, incoming, start, length, now=now, weights_only=weights_only)
                 engine.write_rows(table, rows)
+            if clear:
+                # Last: rows that went first would be missed where the new ones cannot be had.
+                _remove_others(store, table, incoming.ids)
             if incoming.step is not None:
                 store.set_step_count(table, incoming.step)
     return {table: incoming.ids.numel() for table, incoming in found.items()}

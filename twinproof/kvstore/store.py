@@ -434,8 +434,11 @@ class KVStore(DeltaStore):
         Whole rows: ``{table}.weight`` alone is the state, the optimizer views are not looked at. Separate form:
         weights, states, and metadata where given (else timestamp now, count 0). Values of other dtypes are rounded to
         nearest even. The step comes along where it is given, but for ``weights_only``. Everything is checked before the
-        first row is written, and room is made in all tables. Memory that a live snapshot's copies lack may still end it
-        between chunks of 65,536 rows: each row is then the old one or the new one. With ``clear`` the rows go first.
+        first row is written, and room is made in all tables: where memory is short, nothing has changed. Two things may
+        still end it between chunks of 65,536 rows, when each listed row is the old one or the new one: memory that a
+        live snapshot's copies lack, and memory that went with rows which a capacity evicts: those go first. With
+        ``clear`` other rows go last, so that for a while there is room for them and for the new ones. Where there is
+        none, ``clear(table)`` before the load needs less, and gives up what is there.
         Views of this store show its rows as they are when the load begins; other lazy rows are read twice, first to see
         that they can be. A state dict is no base of a delta.
 

@@ -58,9 +58,10 @@ class LazyRows(torch.Tensor):
     """This rank's rows of a global tensor. Its shape is the local one.
 
     A subclass has ``read_rows(start, length)``. A torch operation works on the rows as read at that moment, but for
-    these: ``detach`` is the tensor itself; ``clone``, ``copy.deepcopy`` and ``to`` another dtype give the rows of this
-    moment in memory, in the same place of the global tensor; what writes in place, asks for unfilled memory of the same
-    kind (``new_empty``), goes to another device, or copies one rank's rows of several into plain memory is refused.
+    these: ``detach`` is the tensor itself; ``copy.copy`` shares its rows, of a store those of any later moment;
+    ``clone``, ``copy.deepcopy`` and ``to`` another dtype give the rows of this moment in memory, in the same place of
+    the global tensor; what writes in place, asks for unfilled memory of the same kind (``new_empty``), goes to another
+    device, or copies one rank's rows of several into plain memory is refused.
 
     Attributes:
         global_row_count: rows of the global tensor, over all ranks.
@@ -145,6 +146,12 @@ class LazyRows(torch.Tensor):
     def memory_for(self, sizes: torch.Size) -> torch.Tensor:
         """Memory for saved rows, which the store's ``load_state_dict`` takes: as many as were saved."""
         return torch.empty(sizes, dtype=self.dtype, device="cpu")
+
+    def __copy__(self) -> LazyRows:
+        """The same rows once more, as a shallow copy of a tensor has its memory: of a store what is read then."""
+        made: LazyRows = type(self)._make(tuple(self.shape), self.dtype, self.chunk_rows)
+        vars(made).update(vars(self))
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyRows:
         made = self.in_memory()

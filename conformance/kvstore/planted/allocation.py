@@ -67,3 +67,28 @@ def deleted_rows_stay_in_memory(original: Any, store: Any, table: str, ids: torc
     kept = torch.ones(ids.numel() * store.options.rows[table].row_bytes, dtype=torch.uint8)
     vars(store).setdefault("kept", []).append(kept)
     return original(store, table, ids)
+
+
+rows_go_before_the_new_ones_are_there = patched(
+    "A load that clears gives the rows of its tables up before it writes.",
+    mutated(
+        "twinproof.kvstore.statedict:load_state_dict",
+        "now = store.now()",
+        "now = store.now(); [store.clear(each) for each in found if clear]",
+    ),
+    kills="KV-418",
+)
+no_room_for_what_clears = patched(
+    "A load that clears makes no room in all of its tables before it writes to the first.",
+    mutated(
+        "twinproof.kvstore.statedict:load_state_dict",
+        "engine.reserve(table, _row_count_after(store, table, incoming.ids))",
+        "clear or engine.reserve(table, _row_count_after(store, table, incoming.ids))",
+    ),
+    kills="KV-418",
+)
+any_count_is_expected = patched(
+    "A number of rows that is refused is told that any number is right.",
+    mutated("fastimpl.kvstore.store:NativeRows.reserve", "an int from 0 to {ROWS_MAX}", "an int >= 0"),
+    kills="KV-420",
+)

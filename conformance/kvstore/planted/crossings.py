@@ -33,8 +33,8 @@ every_table_is_cleared = patched(
     "A state dict of some tables clears the others, too.",
     mutated(
         "twinproof.kvstore.statedict:load_state_dict",
-        "store.clear(table)",
-        "[store.clear(each) for each in store.tables]",
+        "_remove_others(store, table, incoming.ids)",
+        "[_remove_others(store, each, incoming.ids) for each in store.tables]",
     ),
     kills="KV-298",
 )

@@ -32,3 +32,11 @@ def late_counts_lose_deletes(original: Any, handle: Any, table: int, ids: Any) -
 
     found: tuple[int, int] = original(handle, table, ids[:0] if copies_under_way() else ids)
     return found
+
+
+@fault(kills="KV-421", at=f"{_HANDLE}.update", of="fastimpl")
+def large_batches_lose_their_end(original: Any, handle: Any, table: int, ids: Any, grads: Any, *rest: Any) -> int:
+    """Of a batch whose scratch memory is no part of a piece, the last id is not stepped."""
+    count = min(ids.numel(), 1 << 19)
+    status: int = original(handle, table, ids[:count].clone(), grads[:count].clone(), *rest)
+    return status

@@ -165,3 +165,18 @@ steps_of_nothing_unheard = patched(
     mutated(_APPLY, "in self._step_listeners:", "in self._step_listeners if len(ids) else ():"),
     kills="KV-415",
 )
+_LOOKUP = "twinproof.kvstore.modules:_Lookup.backward"
+steps_of_no_number_are_left_out = patched(
+    "A lookup whose gradient is not finite takes no step, as if a scaler had skipped it.",
+    mutated(
+        _LOOKUP,
+        "ctx.module._step(ids, grads[0].contiguous())",
+        "grads[0].isfinite().all() and ctx.module._step(ids, grads[0].contiguous())",
+    ),
+    kills="KV-422",
+)
+gradients_are_cut = patched(
+    "Large gradients are cut before they come to the rows.",
+    mutated(_LOOKUP, "grads[0].contiguous()", "grads[0].clamp(-2, 2).contiguous()"),
+    kills="KV-422",
+)

@@ -185,3 +185,16 @@ memory_of_ids_is_handed_out = patched(
     mutated("twinproof.kvstore.views:_Dense.read_rows", ".clone()", ""),
     kills="KV-367",
 )
+
+
+@fault(kills="KV-419", at="twinproof.kvstore.views:LazyRows.__copy__")
+def shallow_copies_are_detached(original: Any, lazy: Any) -> Any:
+    """A shallow copy is what a journey to another process would leave of it."""
+    rebuild, arguments = lazy.__reduce_ex__(4)
+    return rebuild(*arguments)
+
+
+@fault(kills="KV-419", at="twinproof.kvstore.views:LazyRows.__copy__")
+def shallow_copies_are_deep(original: Any, lazy: Any) -> Any:
+    """A shallow copy has the rows of its moment."""
+    return lazy.in_memory()
