@@ -311,7 +311,7 @@ def test_places_of_views(kvstore: Any) -> None:
 LIMITS: dict[str, tuple[list[Any], list[Any], str]] = {
     "num_shards": ([1, 2, 4095, 4096], [0, -1, 4097, 1.0, True], "1 to 4096"),
     "seed": ([-(2**63), -1, 0, 2**63, 2**64 - 1], [-(2**63) - 1, 2**64, 1.0, True], "64 bits"),
-    "capacity": ([None, 1, 2, 2**31, 2**63 - 1], [0, -1, 1.0, True, 2**63], "rows >= 1"),
+    "capacity": ([None, 1, 2, 2**31, 2**63 - 1], [0, -1, 1.0, True, 2**63], f"1 to {2**63 - 1} rows"),
     "cache_rows": ([0], [-1, 1, 2**31 + 1, 0.0, False], "cache|rows"),
     "clock": ([lambda: 5], [5, "now"], "a callable"),
     "eviction": ([None], ["ttl", 3], "EvictionPolicy"),
@@ -401,3 +401,29 @@ def test_limits_of_steps(kvstore: Any) -> None:
             with raises(ConfigError, mentions=(name.rstrip("12"), f"{value!r}"), where=f"{name}={value!r}"):
                 store.apply_gradients("t", ids, torch.ones(2, 4), **{**usual, name: value})
         assert_equal((contents(store), store.step_count("t")), before, where=f"after what {name} may not be")
+
+
+@requirement(
+    "KV-423",
+    "What is larger than there can be MUST be refused by name with the most that there can be, before a store is made: "
+    "buckets, their sizes, capacities, and rows of 2**40 bytes.",
+)
+def test_largest_of_options(kvstore: Any) -> None:
+    float32, count = torch.float32, (2**40 - 16) // 4
+    layouts = {"weights": (count, float32, "none"), "states": (count // 2, float32, "adagrad")}
+    for name, (width, *rest) in layouts.items():
+        with succeeds("RowLayout", where=f"{name}, the widest row"):
+            assert_equal(kvstore.RowLayout(width - 4, *rest).row_bytes, 2**40 - 16, where=f"{name}: bytes of a row")
+        for wide in (width, 2**62, 2**70):
+            most = (" bytes; ", f"at most {2**40 - 1} bytes", "embedding_dim")
+            with raises(ConfigError, mentions=most, where=f"{name} of a row of {wide} values"):
+                kvstore.RowLayout(wide, *rest)
+    refused: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+        "buckets": (lambda: kvstore.Buckets(2**31), (f"from 1 to {2**31 - 1}", "total_count")),
+        "sizes": (lambda: kvstore.Buckets(2, "chunk", 2**63), (f"from 1 to {2**63 - 1}", "bucket_size")),
+        "no sizes": (lambda: kvstore.Buckets(2, "interleave", 1), ("expected: None", "bucket_size")),
+        "capacity": (lambda: store_of(kvstore, capacity=2**63), (f"1 to {2**63 - 1} rows", "capacity['t']")),
+    }
+    for name, (act, said) in refused.items():
+        with raises(ConfigError, mentions=said, where=name):
+            act()

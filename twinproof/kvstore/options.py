@@ -72,6 +72,7 @@ HEADER_BYTES = 16
 METADATA_OFFSET = 8  # Where timestamp, count and the used bit begin.
 COUNT_MAX = 2**31 - 1
 TIMESTAMP_MAX = 2**32 - 1
+ROW_BYTES_MAX = 2**40 - 1
 _USED_BIT = -(2**63)
 _PAD_ELEMENTS = 4
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -140,6 +141,9 @@ class RowLayout:
             if states[name].is_float32 and dtype is not torch.float32:
                 raise ConfigError("the state of row-wise Adagrad is float32", got=dtype, where="state_dtypes")
         object.__setattr__(self, "state_dtypes", {name: given.get(name, torch.float32) for name in states})
+        if self.row_bytes > ROW_BYTES_MAX:
+            got, most = f"{self.row_bytes} bytes", f"at most {ROW_BYTES_MAX} bytes"
+            raise ConfigError("a wider row than there can be", got=got, expected=most, where="embedding_dim")
 
     @property
     def header_bytes(self) -> int:
@@ -614,7 +618,8 @@ class StoreOptions:
         for table in self.layouts:
             capacity, policy = self.capacities[table], self.evictions[table]
             if capacity is not None and (type(capacity) is not int or not 1 <= capacity < 2**63):
-                raise ConfigError("not a capacity", got=capacity, expected="rows >= 1", where=f"capacity[{table!r}]")
+                most = f"1 to {2**63 - 1} rows"
+                raise ConfigError("not a capacity", got=capacity, expected=most, where=f"capacity[{table!r}]")
             if policy is not None and not isinstance(policy, EvictionPolicy):
                 raise ConfigError("not a policy", got=policy, expected="EvictionPolicy", where=f"eviction[{table!r}]")
             initializer, where = self.initializers[table], f"initializer[{table!r}]"

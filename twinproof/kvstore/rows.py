@@ -89,12 +89,14 @@ class Buckets:
 
     def __post_init__(self) -> None:
         if type(self.total_count) is not int or not 1 <= self.total_count < 2**31:
-            raise ConfigError("not a bucket count", got=self.total_count, expected="an int >= 1", where="total_count")
+            most = f"an int from 1 to {2**31 - 1}"
+            raise ConfigError("not a bucket count", got=self.total_count, expected=most, where="total_count")
         if self.hash_mode not in HASH_MODES:
             raise ConfigError("not a hash mode", got=self.hash_mode, expected=HASH_MODES, where="hash_mode")
         size = self.bucket_size
         if (self.hash_mode == "chunk") != (type(size) is int and 1 <= size < 2**63):
-            raise ConfigError("bucket_size goes with chunk", got=size, expected="an int >= 1", where="bucket_size")
+            most = f"an int from 1 to {2**63 - 1}" if self.hash_mode == "chunk" else "None"
+            raise ConfigError("bucket_size goes with chunk", got=size, expected=most, where="bucket_size")
 
 
 def chosen_buckets(buckets: Any) -> Buckets:

@@ -107,3 +107,13 @@ columns_are_bytes = patched(
     mutated("twinproof.kvstore.modules:KVTensorWrapper._range", "self.shape[1] * self.dtype.itemsize", "self.shape[1]"),
     kills="KV-377",
 )
+rows_of_any_width = patched(
+    "A row may be as wide as somebody says.",
+    mutated("twinproof.kvstore.options:RowLayout.__post_init__", "if self.row_bytes > ROW_BYTES_MAX:", "if False:"),
+    kills="KV-423",
+)
+any_buckets_are_expected = patched(
+    "A number of buckets that is refused is told that any number is right.",
+    mutated("twinproof.kvstore.rows:Buckets.__post_init__", 'f"an int from 1 to {2**31 - 1}"', '"an int >= 1"'),
+    kills="KV-423",
+)
