@@ -415,7 +415,7 @@ def test_largest_of_options(kvstore: Any) -> None:
         with succeeds("RowLayout", where=f"{name}, the widest row"):
             assert_equal(kvstore.RowLayout(width - 4, *rest).row_bytes, 2**40 - 16, where=f"{name}: bytes of a row")
         for wide in (width, 2**62, 2**70):
-            most = (" bytes; ", f"at most {2**40 - 1} bytes", "embedding_dim")
+            most = (" bytes; ", f"fewer than {2**40} bytes", "embedding_dim")
             with raises(ConfigError, mentions=most, where=f"{name} of a row of {wide} values"):
                 kvstore.RowLayout(wide, *rest)
     refused: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {

@@ -72,7 +72,7 @@ HEADER_BYTES = 16
 METADATA_OFFSET = 8  # Where timestamp, count and the used bit begin.
 COUNT_MAX = 2**31 - 1
 TIMESTAMP_MAX = 2**32 - 1
-ROW_BYTES_MAX = 2**40 - 1
+ROW_BYTES_END = 2**40  # No row has so many.
 _USED_BIT = -(2**63)
 _PAD_ELEMENTS = 4
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -141,8 +141,8 @@ class RowLayout:
             if states[name].is_float32 and dtype is not torch.float32:
                 raise ConfigError("the state of row-wise Adagrad is float32", got=dtype, where="state_dtypes")
         object.__setattr__(self, "state_dtypes", {name: given.get(name, torch.float32) for name in states})
-        if self.row_bytes > ROW_BYTES_MAX:
-            got, most = f"{self.row_bytes} bytes", f"at most {ROW_BYTES_MAX} bytes"
+        if self.row_bytes >= ROW_BYTES_END:
+            got, most = f"{self.row_bytes} bytes", f"fewer than {ROW_BYTES_END} bytes"
             raise ConfigError("a wider row than there can be", got=got, expected=most, where="embedding_dim")
 
     @property

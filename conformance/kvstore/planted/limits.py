@@ -109,7 +109,12 @@ columns_are_bytes = patched(
 )
 rows_of_any_width = patched(
     "A row may be as wide as somebody says.",
-    mutated("twinproof.kvstore.options:RowLayout.__post_init__", "if self.row_bytes > ROW_BYTES_MAX:", "if False:"),
+    mutated("twinproof.kvstore.options:RowLayout.__post_init__", "if self.row_bytes >= ROW_BYTES_END:", "if False:"),
+    kills="KV-423",
+)
+widest_row_and_one_more = patched(
+    "A row of 2**40 bytes is taken, and the store that is made of it says something else.",
+    mutated("twinproof.kvstore.options:RowLayout.__post_init__", ">= ROW_BYTES_END", "> ROW_BYTES_END"),
     kills="KV-423",
 )
 any_buckets_are_expected = patched(
