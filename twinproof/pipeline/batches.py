@@ -24,10 +24,13 @@ from twinproof.pipeline.jagged import (
     joined,
     joined_rows,
     permuted_spans,
+    received_same,
+    received_variable,
     recorded,
     refuse,
     running_sums,
     span_text,
+    staggered,
     sums_by_splits,
     total,
 )
@@ -45,68 +48,10 @@ __all__ = [
     "own_batch",
     "permute_multi_embedding",
     "place_of",
-    "received_same",
-    "received_variable",
     "regroup_kts",
     "select",
     "select_each",
-    "staggered",
 ]
-
-
-def received_same(
-    tensors: list[torch.Tensor], recat: torch.Tensor | None, stride_per_rank: list[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Lengths, values and weights that ranks sent, in the order of features: by rank and feature before.
-
-    ``recat`` holds, for each block of the result, the block that was received; a block is the samples of one rank and
-    feature, or a single sample where ranks have different numbers of them. None is the order of receipt.
-    """
-    lengths, values = tensors[0].reshape(-1), tensors[1]
-    weights = tensors[2] if len(tensors) > 2 else None
-    if recat is None or recat.numel() == 0:
-        return lengths, values, weights
-    order: list[int] = recat.tolist()
-    same = True
-    for stride in stride_per_rank:
-        same = same and stride == stride_per_rank[0]
-    block = stride_per_rank[0] if same else 1
-    if block == 0:
-        return lengths, values, weights
-    blocks = [block] * (lengths.numel() // block)
-    ends = running_sums(cut_sizes(lengths, blocks))
-    if weights is not None:
-        weights = permuted_spans(weights, ends, order)
-    return permuted_spans(lengths, running_sums(blocks), order), permuted_spans(values, ends, order), weights
-
-
-def received_variable(
-    tensors: list[torch.Tensor], recat: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``received_same`` where each rank has its own number of samples of each feature: ``tensors[2]``."""
-    lengths, values = tensors[0].reshape(-1), tensors[1]
-    weights = tensors[3] if len(tensors) > 3 else None
-    if recat is None or recat.numel() == 0:
-        return lengths, values, weights
-    order: list[int] = recat.tolist()
-    blocks: list[int] = tensors[2].tolist()
-    ends = running_sums(cut_sizes(lengths, blocks))
-    if weights is not None:
-        weights = permuted_spans(weights, ends, order)
-    return permuted_spans(lengths, running_sums(blocks), order), permuted_spans(values, ends, order), weights
-
-
-def staggered(strides: torch.Tensor, key_count: int, num_workers: int, stagger: int) -> torch.Tensor:
-    """Samples of each feature by rank, [F, ranks], on the host; what was received is by rank, then feature.
-
-    With ``stagger`` the ranks stand in columns of ``stagger`` rows and are read column by column.
-    """
-    if strides.numel() == 0:
-        return torch.zeros([key_count, 1], dtype=torch.int64, device="cpu")
-    found = strides.view(num_workers, key_count).t().cpu()
-    if stagger > 1:
-        found = found[:, torch.arange(num_workers, device="cpu").view(stagger, -1).t().reshape(-1)]
-    return found
 
 
 class KeyedSizes(Keyed, KeyedMoves):
@@ -152,7 +97,7 @@ class KeyedSizes(Keyed, KeyedMoves):
         ranks = self._stride_per_key_per_rank
         if ranks is None:
             return []
-        found: list[list[int]] = ranks.tolist()
+        found: list[list[int]] = ranks.to(torch.int64).tolist()
         return found
 
     def variable_stride_per_key(self) -> bool:
@@ -174,6 +119,20 @@ class KeyedSizes(Keyed, KeyedMoves):
     def inverse_indices_or_none(self) -> tuple[list[str], torch.Tensor] | None:
         """The same, or None."""
         return self._inverse_indices
+
+    def _over_batch(self, key: str, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one feature's own samples, as rows of the full batch's where features differ in size."""
+        inverse, at = self._inverse_indices, -1
+        if inverse is None or not self.variable_stride_per_key():
+            return rows
+        for index, name in enumerate(inverse[0]):
+            # Of a repeated key the last is meant, as everywhere.
+            at = index if name == key else at
+        if at < 0:
+            if not torch.jit.is_scripting():
+                refuse("key", "no inverse indices of this feature", key, inverse[0], "batch")
+            raise ValueError("no inverse indices of this feature")
+        return rows.index_select(0, inverse[1][at])
 
     def length_per_key(self) -> list[int]:
         """Values of each feature; of a batch on "meta", which has no lengths, an even share."""
@@ -372,7 +331,7 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
             computed from the others, where the caller knows it.
         inverse_indices: names and, for each, the row of every sample of the full batch among the feature's own.
 
-    Nothing is copied and nothing is changed.
+    No tensor is copied and nothing is changed; lists of names and sizes are its own.
 
     Raises:
         ConfigError: neither lengths nor offsets, or both and of different bags. ShapeError: parts that disagree.
@@ -409,13 +368,18 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
             if isinstance(stride_per_key_per_rank, list)
             else stride_per_key_per_rank
         )
-        self._stride_per_key: list[int] | None = stride_per_key
-        self._length_per_key: list[int] | None = length_per_key
-        self._lengths_offset_per_key: list[int] | None = lengths_offset_per_key
-        self._offset_per_key: list[int] | None = offset_per_key
-        self._index_per_key: dict[str, int] | None = index_per_key
+        self._stride_per_key: list[int] | None = None if stride_per_key is None else list(stride_per_key)
+        self._length_per_key: list[int] | None = None if length_per_key is None else list(length_per_key)
+        self._lengths_offset_per_key: list[int] | None = (
+            None if lengths_offset_per_key is None else list(lengths_offset_per_key)
+        )
+        self._offset_per_key: list[int] | None = None if offset_per_key is None else list(offset_per_key)
+        self._index_per_key: dict[str, int] | None = None if index_per_key is None else dict(index_per_key)
         self._jt_dict: dict[str, JaggedTensor] | None = jt_dict
-        self._inverse_indices: tuple[list[str], torch.Tensor] | None = inverse_indices
+        rows = inverse_indices
+        self._inverse_indices: tuple[list[str], torch.Tensor] | None = (
+            None if rows is None else (list(rows[0]), rows[1])
+        )
         # torchrec's own code sets it to False where the strides turn out to be all the same.
         self._variable_stride_per_key: bool | None = None
         self._checked: bool = False
@@ -480,12 +444,16 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
 
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """A batch of these features; of different sizes where their bags differ in number."""
+        """A batch of these features, of different sizes where bags differ in number. Raises ConfigError for none."""
         parts = list(jt_dict.values())
         strides = [part.lengths().numel() for part in parts]
-        weights = [part.weights() for part in parts if part.weights_or_none() is not None]
-        if len(weights) != 0 and len(weights) != len(parts):
-            refuse("config", "some features have weights and some have none", len(weights), len(parts), "from_jt_dict")
+        weights: list[torch.Tensor] = []
+        for part in parts:
+            scales = part.weights_or_none()
+            if scales is not None:
+                weights.append(scales)
+        if not torch.jit.is_scripting():
+            _check_dict(len(parts), len(weights))
         same = True
         for stride in strides:
             same = same and stride == strides[0]
@@ -581,6 +549,14 @@ class KeyedJaggedTensor(KeyedCuts, metaclass=JaggedMeta):
         )
         moved._is_cut = self._is_cut
         return moved
+
+
+def _check_dict(part_count: int, weighted_count: int) -> None:
+    if part_count == 0:
+        refuse("config", "no features to make a batch of: KeyedJaggedTensor.empty()", {}, "a feature", "from_jt_dict")
+    if weighted_count not in (0, part_count):
+        message = "some features have weights and some have none"
+        refuse("config", message, weighted_count, part_count, "from_jt_dict")
 
 
 @torch.fx.wrap
@@ -682,12 +658,12 @@ class KeyedTensor(Keyed, _Eager, metaclass=JaggedMeta):
         offset_per_key: list[int] | None = None,
         index_per_key: dict[str, int] | None = None,
     ) -> None:
-        self._keys: list[str] = keys
-        self._length_per_key: list[int] = length_per_key
+        self._keys: list[str] = list(keys)
+        self._length_per_key: list[int] = list(length_per_key)
         self._values: torch.Tensor = values
         self._key_dim: int = key_dim
-        self._offset_per_key: list[int] | None = offset_per_key
-        self._index_per_key: dict[str, int] | None = index_per_key
+        self._offset_per_key: list[int] | None = None if offset_per_key is None else list(offset_per_key)
+        self._index_per_key: dict[str, int] | None = None if index_per_key is None else dict(index_per_key)
         if not torch.jit.is_scripting():
             self._check()
 
@@ -908,7 +884,7 @@ def _unflatten_keyed(leaves: Iterable[Any], context: list[list[str]]) -> KeyedJa
 
 def _unflatten_columns(parts: Iterable[Any], context: tuple[list[str], list[int], int]) -> KeyedTensor:
     made = KeyedTensor.__new__(KeyedTensor)
-    made._keys, made._length_per_key, made._key_dim = context
+    made._keys, made._length_per_key, made._key_dim = list(context[0]), list(context[1]), context[2]
     made._values = next(iter(parts))
     made._offset_per_key = made._index_per_key = None
     return made

@@ -5,6 +5,7 @@ Prevents settings that are taken and then ignored: what has no effect here is re
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 import warnings
@@ -107,7 +108,7 @@ class EmbeddingConfig:
         num_embeddings_post_pruning, need_pos, input_dim, total_num_buckets, use_virtual_table,
             virtual_table_eviction_policy, enable_embedding_update, stash_weights: refused at other than their defaults.
 
-    Attributes may be assigned until a module is made of the table.
+    A module keeps a copy: an attribute that is assigned later is for the modules that are made later.
 
     Raises:
         ConfigError: a value outside these. UnsupportedError: what is refused, with the reason.
@@ -226,11 +227,12 @@ def own_config(kind: type[Config], table: Any) -> Config:
 
 
 def check_tables(tables: Sequence[Any], kind: type[Config]) -> tuple[Config, ...]:
-    """The tables, whose names are distinct and whose features are distinct within a table. Raises ConfigError."""
+    """Copies of the tables, with distinct names, whose features are distinct within a table. Raises ConfigError."""
     if isinstance(tables, str) or not isinstance(tables, Sequence):
         got, expected = type(tables).__name__, f"a list of {kind.__name__}"
         raise ConfigError("tables come in a list", got=got, expected=expected, where="tables")
-    found = tuple(own_config(kind, table) for table in tables)
+    # Copies, for the caller may make another module of the same ones, or go on editing them.
+    found = tuple(copy.copy(own_config(kind, table)) for table in tables)
     names = [table.name for table in found]
     if not tables or len(set(names)) != len(names) or not all(names):
         raise ConfigError("tables have distinct names, and there is at least one", got=names, where="tables")

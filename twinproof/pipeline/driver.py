@@ -881,8 +881,8 @@ class TrainPipelineSemiSync(LookupPipeline[In, Out]):
     the optimizer updates. The rest of the dense part is not, and before ``start_batch`` every bit is the exact loop's.
 
     Args of its own:
-        stash_gradients: the dense part, too, steps with the gradients of the step before; the first such step does not
-            step, and the last gradients are never applied.
+        stash_gradients: the dense part, too, steps with the gradients of the step before; the first such step, also
+            behind ``reset()``, does not step, and the last gradients are never applied.
         strict: refuse an optimizer that updates what a lookup reads, rather than say so in the log.
 
     All other arguments, promises and errors: see ``Pipeline``.
@@ -931,6 +931,11 @@ class TrainPipelineSemiSync(LookupPipeline[In, Out]):
             looks_up_before_update=True,
         )
         super().__init__(model, optimizer, device, options)
+
+    def reset(self) -> None:
+        """As of every pipeline; stashed gradients, too, are forgotten, which ranks may have of different steps."""
+        super().reset()
+        self._stash = None
 
     def is_semi_sync(self) -> bool:
         """Whether the next batch is looked up before this one's update."""

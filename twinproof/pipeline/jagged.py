@@ -39,14 +39,18 @@ __all__ = [
     "jagged_text",
     "joined",
     "joined_rows",
+    "longest",
     "offsets_like",
     "offsets_of",
     "padded",
     "permuted_spans",
+    "received_same",
+    "received_variable",
     "recorded",
     "refuse",
     "running_sums",
     "span_text",
+    "staggered",
     "sums_by_splits",
     "total",
 ]
@@ -93,6 +97,11 @@ def cut_sizes(lengths: torch.Tensor, strides: list[int]) -> list[int]:
     return sizes
 
 
+def longest(lengths: torch.Tensor) -> int:
+    """The values of the longest bag, 0 where there is none."""
+    return int(lengths.max().item()) if lengths.numel() > 0 else 0
+
+
 def permuted_spans(data: torch.Tensor, ends: list[int], order: list[int]) -> torch.Tensor:
     """The spans ``[ends[i], ends[i + 1])`` of data for each i of ``order``, one after the other."""
     if len(order) == 0:
@@ -110,6 +119,61 @@ def padded(data: torch.Tensor, offsets: torch.Tensor, width: int, padding_value:
     dense = torch.full([mask.size(0), width] + shape[1:], padding_value, dtype=data.dtype, device=data.device)  # noqa: RUF005 - TorchScript
     dense[mask] = data[source]
     return dense
+
+
+def received_same(
+    tensors: list[torch.Tensor], recat: torch.Tensor | None, stride_per_rank: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Lengths, values and weights that ranks sent, in the order of features: by rank and feature before.
+
+    ``recat`` holds, for each block of the result, the block that was received; a block is the samples of one rank and
+    feature, or a single sample where ranks have different numbers of them. None is the order of receipt.
+    """
+    lengths, values = tensors[0].reshape(-1), tensors[1]
+    weights = tensors[2] if len(tensors) > 2 else None
+    if recat is None or recat.numel() == 0:
+        return lengths, values, weights
+    order: list[int] = recat.to(torch.int64).tolist()
+    same = True
+    for stride in stride_per_rank:
+        same = same and stride == stride_per_rank[0]
+    block = stride_per_rank[0] if same else 1
+    if block == 0:
+        return lengths, values, weights
+    blocks = [block] * (lengths.numel() // block)
+    ends = running_sums(cut_sizes(lengths, blocks))
+    if weights is not None:
+        weights = permuted_spans(weights, ends, order)
+    return permuted_spans(lengths, running_sums(blocks), order), permuted_spans(values, ends, order), weights
+
+
+def received_variable(
+    tensors: list[torch.Tensor], recat: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``received_same`` where each rank has its own number of samples of each feature: ``tensors[2]``."""
+    lengths, values = tensors[0].reshape(-1), tensors[1]
+    weights = tensors[3] if len(tensors) > 3 else None
+    if recat is None or recat.numel() == 0:
+        return lengths, values, weights
+    order: list[int] = recat.to(torch.int64).tolist()
+    blocks: list[int] = tensors[2].to(torch.int64).tolist()
+    ends = running_sums(cut_sizes(lengths, blocks))
+    if weights is not None:
+        weights = permuted_spans(weights, ends, order)
+    return permuted_spans(lengths, running_sums(blocks), order), permuted_spans(values, ends, order), weights
+
+
+def staggered(strides: torch.Tensor, key_count: int, num_workers: int, stagger: int) -> torch.Tensor:
+    """Samples of each feature by rank, [F, ranks], on the host; what was received is by rank, then feature.
+
+    With ``stagger`` the ranks stand in columns of ``stagger`` rows and are read column by column.
+    """
+    if strides.numel() == 0:
+        return torch.zeros([key_count, 1], dtype=torch.int64, device="cpu")
+    found = strides.view(num_workers, key_count).t().cpu()
+    if stagger > 1:
+        found = found[:, torch.arange(num_workers, device="cpu").view(stagger, -1).t().reshape(-1)]
+    return found
 
 
 def span_text(values: torch.Tensor, begin: int, end: int) -> str:
@@ -131,7 +195,7 @@ def span_text(values: torch.Tensor, begin: int, end: int) -> str:
 
 def jagged_text(values: torch.Tensor, offsets: torch.Tensor, first: int, last: int) -> str:
     """Bags [first, last) as a list of lists."""
-    ends: list[int] = offsets.tolist()
+    ends: list[int] = offsets.to(torch.int64).tolist()
     parts: list[str] = []
     for bag in range(first, last):
         parts.append(span_text(values, ends[bag], ends[bag + 1]))
@@ -438,8 +502,7 @@ class Eager(Jagged):
         """The same, as lookups take it; offsets are int64."""
         offsets = self._offsets
         if offsets is None or offsets.numel() == 0:
-            assert self._lengths is not None
-            offsets = offsets_of(self._lengths.reshape(-1))
+            offsets = offsets_of(self.lengths().reshape(-1))
         return Bags(self._values, offsets.to(torch.int64), self._weights)
 
     def record_stream(self, stream: Any) -> None:
@@ -554,7 +617,7 @@ class JaggedTensor(Eager, metaclass=JaggedMeta):
 
     def to_dense(self) -> list[torch.Tensor]:
         """The values of each bag, views."""
-        ends: list[int] = self.offsets().tolist()
+        ends: list[int] = self.offsets().to(torch.int64).tolist()
         return [self._values[ends[i] : ends[i + 1]] for i in range(len(ends) - 1)]
 
     def to_dense_weights(self) -> list[torch.Tensor] | None:
@@ -562,12 +625,12 @@ class JaggedTensor(Eager, metaclass=JaggedMeta):
         weights = self._weights
         if weights is None:
             return None
-        ends: list[int] = self.offsets().tolist()
+        ends: list[int] = self.offsets().to(torch.int64).tolist()
         return [weights[ends[i] : ends[i + 1]] for i in range(len(ends) - 1)]
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> torch.Tensor:
-        """[bags, desired_length, ...]; without a length, that of the longest bag."""
-        width = int(self.lengths().max().item()) if desired_length is None else desired_length
+        """[bags, desired_length, ...]; without a length that of the longest bag, 0 where there is none."""
+        width = longest(self.lengths()) if desired_length is None else desired_length
         return padded(self._values, self.offsets(), width, padding_value)
 
     def to_padded_dense_weights(
@@ -577,7 +640,7 @@ class JaggedTensor(Eager, metaclass=JaggedMeta):
         weights = self._weights
         if weights is None:
             return None
-        width = int(self.lengths().max().item()) if desired_length is None else desired_length
+        width = longest(self.lengths()) if desired_length is None else desired_length
         return padded(weights, self.offsets(), width, padding_value)
 
     def size_in_bytes(self) -> int:

@@ -633,13 +633,13 @@ class EmbeddingBagCollection(BoundToLookup):
         return KeyedTensor(list(self._embedding_names), list(self._widths), pooled)
 
     def _by_torch(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        parts = features.to_dict()
+        parts = features.to_dict(compute_offsets=False)
         pooled: list[torch.Tensor] = []
         for i, table in enumerate(self.embedding_bags.values()):
             for name in self._names_by_table[i]:
                 part = parts[name]
                 weights = part.weights().to(table.weight.dtype) if self._is_weighted else None  # type: ignore[arg-type]
-                pooled.append(table(part.values(), part.offsets(), weights).float())
+                pooled.append(features._over_batch(name, table(part.values(), part.offsets(), weights).float()))
         return KeyedTensor(list(self._embedding_names), list(self._widths), torch.cat(pooled, dim=1))
 
 
@@ -787,7 +787,7 @@ class EmbeddingCollection(BoundToLookup):
         return found
 
     def _by_torch(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        parts = features.to_dict()
+        parts = features.to_dict(compute_offsets=False)
         found: dict[str, JaggedTensor] = {}
         for i, table in enumerate(self.embeddings.values()):
             for j, name in enumerate(self._names_by_table[i]):

@@ -494,8 +494,11 @@ class Prepared:
             return self._result_of(self._name, (args, kwargs))
         except KeyError:
             raise PipelineError(
-                "a module of a pipeline was called when nothing was prepared for it: detach() the pipeline before the "
-                "model is called directly, and call the module once in a forward",
+                "a module of a pipeline was called when nothing was prepared for it",
+                got="a call outside of a step, a second one in a forward, or one by a forward that was put over the "
+                "pipeline's",
+                expected="once in a forward; detach() before the model is called directly, and where a forward was "
+                "put on the module: progress() attaches again, and runs that forward",
                 where=self._name,
             ) from None
 
