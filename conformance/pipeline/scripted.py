@@ -5,9 +5,9 @@ Their annotations name the reference's types, which every implementation of ours
 
 import torch
 
-from refimpl.pipeline import KeyedJaggedTensor, KeyedTensor
+from refimpl.pipeline import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["Cuts", "Pooled"]
+__all__ = ["Asked", "Cuts", "Pooled"]
 
 torch.fx.wrap("turned")
 
@@ -40,3 +40,21 @@ class Pooled(torch.nn.Module):
     def forward(self, pooled: list[KeyedTensor]) -> dict[str, torch.Tensor]:
         """Two groups."""
         return KeyedTensor.regroup_as_dict(pooled, [["c", "a"], ["b"]], ["x", "y"])
+
+
+class Asked(torch.nn.Module):
+    """A batch of the features a and b, and bags of one feature, whose integers of any dtype become numbers."""
+
+    def forward(
+        self, features: KeyedJaggedTensor, bags: JaggedTensor, recat: torch.Tensor
+    ) -> tuple[list[list[int]], list[list[torch.Tensor]], list[str], list[KeyedJaggedTensor]]:
+        """Sizes by rank, dense bags and weights, texts, and batches that are put together and received."""
+        variable, keys = features.variable_stride_per_key(), features.keys()
+        dense = [features["b"].to_dense(), bags.to_dense()]
+        weights = bags.to_dense_weights()
+        if weights is not None:
+            dense.append(weights)
+        received = KeyedJaggedTensor.dist_init(keys, features.dist_tensors(), variable, 1, recat, [features.stride()])
+        again = KeyedJaggedTensor.from_jt_dict(features.to_dict())
+        made = [KeyedJaggedTensor.concat([features, features]), received, again]
+        return features.stride_per_key_per_rank(), dense, [str(features), str(bags)], made

@@ -135,7 +135,7 @@ class StaleProgram(OrdersMachine):
             (1, lambda: self.change_options(chosen.choice([0.05, 0.2]), chosen.choice([0.0, 0.5]))),
             (1, lambda: self.take(fills=flip())),
             (1, lambda: self.other_model(sparse_dist=flip(), training=chosen.random() < 0.8)),
-            (3, self.add_group),
+            (5, self.add_group),
         ]
 
     def _next(self) -> tuple[Batch, Batch | None]:
@@ -189,9 +189,9 @@ class StaleProgram(OrdersMachine):
         self.stale.ready = None
 
     def reset(self) -> None:
-        """What is in flight is forgotten."""
+        """What is in flight is forgotten, and so are gradients of the step before."""
         super().reset()
-        self.stale.ready = None
+        self.stale.ready = self.stale.stash = None
 
     def add_group(self) -> None:
         """The optimizer gets the rest of the parameters, once."""

@@ -13,7 +13,7 @@ from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.pipeline.cases import FUSED, TRAINING
 from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_state
 from conformance.pipeline.model import assert_bits
-from twinproof.errors import ConfigError, PipelineError
+from twinproof.errors import ConfigError
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def test_modes_that_cannot_be_traced(pipeline: Any, name: str, kind: Any) -> Non
 @requirement(
     "PIPE-580",
     "A forward that takes the place of a module's own, put on a module that runs ahead while it is driven, MUST be "
-    "what runs ahead; one that calls the driven one MUST be refused by the module's name.",
+    "what runs ahead, and so MUST one that calls the driven one.",
 )
 @pytest.mark.parametrize("name", TRAINING[1:])
 def test_forwards_put_on_what_runs_ahead(pipeline: Any, name: str) -> None:
@@ -221,9 +221,56 @@ def test_forwards_put_on_what_runs_ahead(pipeline: Any, name: str) -> None:
     shifted: Any = job.model.shifted
     inner = shifted.forward
     shifted.forward = lambda ids: inner(ids)
-    with raises(PipelineError, mentions=("shifted", "detach()"), where=f"{name}: one that calls the driven one"):
-        schedule.progress(loader)
-    assert_same_state(job, loop, f"{name}, refused")
+    with succeeds("a step", where=f"{name}: one that calls the driven one"):
+        output = schedule.progress(loader)
+    assert_bits(output, loop.step(batches[3]), f"{name}: one that calls the driven one")
+    assert_same_state(job, loop, f"{name}: one that calls the driven one")
+
+
+def _halved_behind(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A forward that calls another one, and halves its ids."""
+
+    def forward(ids: Any) -> Any:
+        found = inner(ids)
+        return type(found)(found.keys(), found.values() // 2, lengths=found.lengths())
+
+    return forward
+
+
+def _halved(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A forward in the place of another one."""
+    return lambda ids: type(ids)(ids.keys(), ids.values() // 4, lengths=ids.lengths())
+
+
+@requirement(
+    "PIPE-635",
+    "A forward that is put on a module that runs ahead, or taken off, between two steps MUST be that of the next step "
+    "and of all behind it, with the loop's bits, whatever was made ahead by another; detach() MUST leave it there.",
+)
+@pytest.mark.parametrize("name", TRAINING[1:])
+def test_forwards_put_on_between_steps(pipeline: Any, name: str) -> None:
+    for make in (_halved, _halved_behind):
+        for detaches in (False, True):
+            job, loop = _jobs(pipeline, lambda model: Between(model, Shifted(pipeline)))
+            schedule, loader = job.schedule(name, pipeline_postproc=True, **_options(name)), iter(job.batches(9))
+            where = f"{name}, {make.__name__}, detached before: {detaches}"
+            for step, batch in enumerate(loop.batches(9)):
+                if step in (2, 4):
+                    if detaches:
+                        schedule.detach()
+                    for each in (job, loop):
+                        shifted: Any = each.model.shifted
+                        shifted.forward = make(shifted.forward)
+                if step == 6:
+                    for each in (job, loop):
+                        del each.model.shifted.forward
+                with succeeds("a step", where=f"{where}: step {step}"):
+                    output = schedule.progress(loader)
+                assert_bits(output, loop.step(batch), f"{where}: step {step}")
+                assert_same_state(job, loop, f"{where}: step {step}")
+    kept = job.model.shifted.forward = make(job.model.shifted.forward)
+    schedule.detach()
+    assert_equal(vars(job.model.shifted)["forward"] is kept, True, where=f"{name}: behind detach()")
 
 
 @dataclass

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import examples, requirement
-from conformance.pipeline.stale import StaleProgram
+from conformance.harness import assert_equal, examples, requirement
+from conformance.pipeline.jobs import Job, assert_same_state
+from conformance.pipeline.model import assert_bits
+from conformance.pipeline.stale import StaleLoop, StaleProgram
 
 
 @requirement(
@@ -25,3 +28,27 @@ def test_any_stale_program(pipeline: Any, seed: int) -> None:
 
     Program.pipeline = pipeline
     Program().run(seed)
+
+
+@requirement(
+    "PIPE-634",
+    "reset() MUST forget gradients that SemiSync has stashed: the first step behind it steps no dense parameter, and "
+    "the steps that follow step with the gradients of the step before, as from its start on.",
+)
+def test_stash_of_a_reset(pipeline: Any) -> None:
+    job, loop = (Job(pipeline, 7, kinds=("table_wise", "row_wise")) for _ in range(2))
+    schedule = job.schedule("TrainPipelineSemiSync", start_batch=0, stash_gradients=True)
+    batches, loader, number = [loop.there(each) for each in loop.batches(16)], iter(job.batches(16)), 0
+    for _ in range(2):
+        schedule.reset()
+        # What is in flight is gone; the loop is one that has stashed nothing.
+        at, stale = schedule.pulled_count, StaleLoop(loop, 0, stashes=True)
+        for step in range(3):
+            before = [param.detach().clone() for param in job.model.top.parameters()]
+            expected = stale.step(batches[at], batches[at + 1], number)
+            assert_bits(schedule.progress(loader), expected, f"step {number}")
+            assert_same_state(job, loop, f"step {number}")
+            after = list(job.model.top.parameters())
+            stands = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+            assert_equal(stands, step == 0, where=f"step {number}: dense parameters stand still")
+            at, number = at + 1, number + 1

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import as_lists, random_jagged, values_of
 from conformance.pipeline.model import assert_bits
-from conformance.pipeline.scripted import Cuts, Pooled
+from conformance.pipeline.scripted import Asked, Cuts, Pooled
 from twinproof.errors import ShapeError
 
 
@@ -114,3 +114,40 @@ def test_jit_traced(pipeline: Any) -> None:
     traced = trace(lengths_of_a, (torch.tensor([0, 2, 3]), torch.arange(3)))
     found = traced(torch.tensor([0, 2, 2, 3, 4, 6, 8]), torch.arange(8))
     assert_equal(found.tolist(), [2, 0, 1], where="lengths of more samples")
+
+
+def _numbers_of(answer: Any) -> Any:
+    """An answer of ``Asked``, as Python has it."""
+    sizes, dense, texts, batches = answer
+    tensors = [[part.tolist() for part in parts] for parts in dense]
+    names = ("keys", "length_per_key", "stride_per_key", "stride_per_key_per_rank")
+    made = [[getattr(batch, name)() for name in names] for batch in batches]
+    return sizes, tensors, texts, made, [(batch.values().tolist(), batch.lengths().tolist()) for batch in batches]
+
+
+@requirement(
+    "PIPE-636",
+    "A scripted model MUST be answered as the model itself by batches whose lengths, offsets, sizes by rank and orders "
+    "of receipt are integers of any dtype: sizes, dense bags, texts, batches put together, received and of a "
+    "dictionary.",
+)
+@pytest.mark.filterwarnings("ignore")  # TorchScript warns of its own age.
+@pytest.mark.parametrize("variable", [False, True])
+@pytest.mark.parametrize("by_offsets", [False, True])
+def test_scripted_integers(pipeline: Any, by_offsets: bool, variable: bool) -> None:
+    model: Any = Asked()
+    scripted: Any = torch.jit.script(model)
+    values, weights = torch.arange(4), torch.arange(4) * 2
+    for dtype in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+        counts = torch.tensor([1, 3, 0] if variable else [1, 0, 2, 1], dtype=dtype)
+        ends = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(dtype)])
+        cut = {"offsets": ends} if by_offsets else {"lengths": counts}
+        if variable:
+            cut["stride_per_key_per_rank"] = torch.tensor([[1], [2]], dtype=dtype)
+        batch = pipeline.KeyedJaggedTensor(["a", "b"], values, weights, **cut)
+        bags = pipeline.JaggedTensor(values, weights, **{k: v for k, v in cut.items() if k in ("lengths", "offsets")})
+        recat = torch.tensor([1, 0], dtype=torch.int32 if dtype == torch.uint8 else dtype)
+        expected = _numbers_of(model(batch, bags, recat))
+        with succeeds("a scripted model", where=str(dtype)):
+            found = _numbers_of(scripted(batch, bags, recat))
+        assert_equal(found, expected, where=str(dtype))

@@ -226,8 +226,8 @@ class Pipeline(Generic[In, Out]):
             raise PipelineError("a step failed on this or another rank; reset() the pipeline", where="progress")
         if self._attachment is None:
             self.attach(sparse_dist=False)
-        elif self._traces.follow(self._refuse_late):
-            # What was sent, and perhaps looked up, is of another mode.
+        elif self._traces.follow(self._refuse_late) or self._attachment.is_overlaid():
+            # What was sent, and perhaps looked up, is of another mode, or of the forward that a module had.
             self.detach()
             self._drive()
         self._check_reducers()

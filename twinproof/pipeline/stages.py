@@ -443,12 +443,17 @@ class Attachment:
 
     def __init__(self, calls: list[Call], result_of: Callable[[str, Arguments], Any]) -> None:
         self._driven: dict[str, Any] = {call.name: call.module for call in calls}
+        self._ahead = {name for call in calls for name in call.postprocs}
         for call in calls:
             self._driven |= call.postprocs
         self._prepared: dict[str, Prepared] = {}
         for name, module in self._driven.items():
             prepared = Prepared(module, name, result_of, vars(module).get("forward"))
             module.forward = self._prepared[name] = prepared
+
+    def is_overlaid(self) -> bool:
+        """Whether somebody has changed the forward of a module that runs ahead: what was made ahead is another's."""
+        return any(vars(self._driven[name]).get("forward") is not self._prepared[name] for name in self._ahead)
 
     def close(self) -> None:
         """Twice is harmless. What somebody put on a module meanwhile stays, and reaches the module's own forward."""
@@ -494,11 +499,8 @@ class Prepared:
             return self._result_of(self._name, (args, kwargs))
         except KeyError:
             raise PipelineError(
-                "a module of a pipeline was called when nothing was prepared for it",
-                got="a call outside of a step, a second one in a forward, or one by a forward that was put over the "
-                "pipeline's",
-                expected="once in a forward; detach() before the model is called directly, and where a forward was "
-                "put on the module: progress() attaches again, and runs that forward",
+                "a module of a pipeline was called when nothing was prepared for it: detach() the pipeline before the "
+                "model is called directly, and call the module once in a forward",
                 where=self._name,
             ) from None
 

@@ -42,14 +42,24 @@ traces_cut_short = patched(
     ),
     kills="PIPE-579",
 )
-forwards_of_others_are_driven_ones = patched(
-    "A forward that somebody put there is taken for the pipeline's.",
+forwards_of_others_do_not_run_ahead = patched(
+    "A forward that somebody put on a module is not what runs ahead.",
     mutated(
         "twinproof.pipeline.stages:FromBatch._compute",
         "forward.replaced if isinstance(forward, Prepared) else forward",
-        'getattr(forward, "replaced", None)',
+        "None if isinstance(forward, Prepared) else forward",
     ),
     kills="PIPE-580",
+)
+forwards_put_on_unseen = patched(
+    "What was made ahead is kept where another forward was put on the module.",
+    mutated("twinproof.pipeline.driver:Pipeline.progress", " or self._attachment.is_overlaid()", ""),
+    kills="PIPE-635",
+)
+detached_forwards_hand_out = patched(
+    "A forward that was given back hands out what is prepared, if there is something.",
+    mutated("twinproof.pipeline.stages:Prepared.close", "self._result_of = None", "pass"),
+    kills="PIPE-635",
 )
 classes_moved = patched(
     "A class in a batch is moved as a batch.",

@@ -23,3 +23,13 @@ nobody_recalled = patched(
     mutated("twinproof.pipeline.driver:Pipeline._drop", "for other in self._queue:", "for other in ():"),
     kills="PIPE-423",
 )
+stash_outlives_a_reset = patched(
+    "reset() keeps gradients that were stashed.",
+    mutated("twinproof.pipeline.driver:TrainPipelineSemiSync.reset", "self._stash = None", "pass"),
+    kills="PIPE-634",
+)
+stash_forgotten_for_good = patched(
+    "Behind a reset() nothing is stashed.",
+    mutated("twinproof.pipeline.driver:TrainPipelineSemiSync.reset", "self._stash = None", "self._stashes = False"),
+    kills="PIPE-634",
+)
