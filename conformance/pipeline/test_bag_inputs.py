@@ -231,7 +231,11 @@ def test_strided_parts(pipeline: Any, rank_pool: Any) -> None:
 SEVERAL = {"s": (4, ["a", "b"]), "t": (5, ["c"]), "u": (6, ["d", "e", "f"]), "v": (7, ["g", "f"])}
 
 
-def _checked_modules(pipeline: Any, check: str) -> dict[str, Any]:
+# Of a plan: the table whose rows are in a store, where any int64 is an id; of "u" a feature is another table's, too.
+STORED = {"the first in a store": "s", "the third in a store": "u"}
+
+
+def _checked_modules(pipeline: Any, kvstore: Any, check: str) -> dict[str, Any]:
     """Every module that checks ids, of such tables."""
     weights = {name: values_of((rows, 4), rows) for name, (rows, _) in SEVERAL.items()}
     parts: dict[str, Any] = {name: {"name": name, "feature_names": each} for name, (_, each) in SEVERAL.items()}
@@ -257,6 +261,12 @@ def _checked_modules(pipeline: Any, check: str) -> dict[str, Any]:
         found[kind] = sharded_of(pipeline, whole, plan, "sgd", device="cpu", bounds_check=check)
     mixed = dict(zip(SEVERAL, kinds.values(), strict=True))
     found["of all kinds"] = sharded_of(pipeline, whole, mixed, "sgd", device="cpu", bounds_check=check)
+    for kind, table in STORED.items():
+        layouts = {table: kvstore.RowLayout(4, optimizer="sgd")}
+        store = kvstore.KVStore(layouts, optimizer_in_row=True, clock=lambda: 1)
+        store.set(table, torch.arange(SEVERAL[table][0]), weights[table])
+        plan = {**mixed, table: pipeline.key_value(store, kvstore.Buckets(4))}
+        found[kind] = sharded_of(pipeline, whole, plan, "sgd", device="cpu", bounds_check=check)
     return found
 
 
@@ -269,33 +279,40 @@ def _found_by(pipeline: Any, kind: str, module: Any, batch: Jagged) -> torch.Ten
     found = module(batch.kjt(pipeline))
     if kind == "rows":
         return torch.cat([bags.values().detach() for bags in found.values()])
-    columns: torch.Tensor = found.values().detach()
-    return columns
+    # What is stored is found by its id, whatever that is.
+    stored = STORED.get(kind, "")
+    own = [] if not stored else [f"{name}{suffix}" for name in SEVERAL[stored][1] for suffix in ("", f"@{stored}")]
+    columns = [found[name].detach() for name in found.keys() if name not in own]  # noqa: SIM118 - of columns
+    return torch.cat(columns, dim=1)
 
 
 @requirement(
     "PIPE-626",
     "An id outside its table MUST be told by the name and the rows of the table that its feature is looked up in, of "
     "tables of several features and of features that tables share, in every module: by the error under fatal, and in "
-    "the log under warning, where row 0 is taken, as under ignore.",
+    "the log under warning, where row 0 is taken, as under ignore. Beside a key-value table too, where any is inside.",
 )
-def test_names_of_several_features(pipeline: Any, caplog: Any) -> None:
+def test_names_of_several_features(pipeline: Any, kvstore: Any, caplog: Any) -> None:
     names = sorted({name for _, names in SEVERAL.values() for name in names})
-    modules = {check: _checked_modules(pipeline, check) for check in ("fatal", "warning", "ignore")}
-    for feature, bad in product(names, (-1, 7)):
-        table = next(name for name, (_, features) in SEVERAL.items() if feature in features)
-        says = (f"table {table}, sample 1", f"0 to {SEVERAL[table][0] - 1}", f"got: {bad}")
+    modules = {check: _checked_modules(pipeline, kvstore, check) for check in ("fatal", "warning", "ignore")}
+    for feature, bad, kind in product(names, (-1, 7), modules["fatal"]):
+        where, checked = f"{kind}, feature {feature}, id {bad}", ("warning", "ignore")
+        tables = [name for name, (_, each) in SEVERAL.items() if feature in each and name != STORED.get(kind)]
         batches = [Jagged(names, [[[1], [2, i if name == feature else 3]] for name in names]) for i in (bad, 0)]
-        for kind in modules["fatal"]:
-            where = f"{kind}, feature {feature}, id {bad}"
+        says: tuple[str, ...] = (str(bad),)
+        if tables:
+            says = (f"table {tables[0]}, sample 1", f"0 to {SEVERAL[tables[0]][0] - 1}", f"got: {bad}", *says)
             with raises(IdRangeError, mentions=says, where=where):
                 _found_by(pipeline, kind, modules["fatal"][kind], batches[0])
-            for check in ("warning", "ignore"):
-                caplog.clear()
-                with succeeds("a lookup", where=f"{where}: {check}"):
-                    found = _found_by(pipeline, kind, modules[check][kind], batches[0])
-                expected = _found_by(pipeline, kind, modules[check][kind], batches[1])
-                assert_bits(found, expected, f"{where}: {check}")
-                text = "".join(record.getMessage() for record in caplog.records)
-                told = [all(part in text for part in says), str(bad) in text]
-                assert_equal(told, [check == "warning"] * 2, where=f"{where}: {check} log")
+        else:
+            # Of a store alone, in which nothing is outside.
+            checked = ("fatal", *checked)
+        for check in checked:
+            caplog.clear()
+            with succeeds("a lookup", where=f"{where}: {check}"):
+                found = _found_by(pipeline, kind, modules[check][kind], batches[0])
+            expected = _found_by(pipeline, kind, modules[check][kind], batches[1])
+            assert_bits(found, expected, f"{where}: {check}")
+            text = "".join(record.getMessage() for record in caplog.records)
+            told = [all(part in text for part in says), str(bad) in text]
+            assert_equal(told, [check == "warning" and bool(tables)] * 2, where=f"{where}: {check} log")

@@ -121,6 +121,10 @@ def test_strides(pipeline: Any) -> None:
         assert_equal(found, expected, where=name)
 
 
+class _Unseen(torch.Tensor):
+    """Stands in for a tensor."""
+
+
 @requirement(
     "PIPE-602",
     "A batch whose parts do not fit together MUST be refused by name where a feature is first taken: sizes by rank "
@@ -138,6 +142,13 @@ def test_parts_that_do_not_fit(pipeline: Any) -> None:
         summed.length_per_key()
     lengths = _ints(1, 1, 2)
     changed = keyed(["a"], _ids(4), lengths=lengths)
+    # Whoever puts something else in the place of values knows how many there are; nobody counts them.
+    unseen = keyed(["a"], _ids(3).as_subclass(_Unseen), lengths=_ints(1, 1))
+    with succeeds("a look at what cannot be counted", where="values of another class"):
+        found = unseen.length_per_key()
+    assert_equal(found, [2], where="values of another class")
+    with raises(ConfigError, mentions=("lengths", "offsets"), where="values of another class, without bags"):
+        keyed(["a"], _ids(3).as_subclass(_Unseen)).length_per_key()
     with succeeds("the first look", where="lengths that fit"):
         changed.length_per_key()
     lengths[2] = 1
@@ -170,7 +181,10 @@ def test_orders_and_parts(pipeline: Any) -> None:
             batch.permute([2, 0], told)
     # Numbers that the host cannot see for nothing are not looked at: the list is what counts.
     unseen = torch.nn.Parameter(_ints(0, 2), requires_grad=False)
-    assert_equal(batch.permute([2, 0], unseen).keys(), ["c", "a"], where="permute, a tensor of another class")
+    for name, told in {"of another class": unseen, "on meta": torch.empty(2, dtype=torch.int64, device="meta")}.items():
+        with succeeds("permute", where=f"a tensor {name}"):
+            found = batch.permute([2, 0], told)
+        assert_equal(found.keys(), ["c", "a"], where=f"permute, a tensor {name}")
     other = keyed(["d"], _ids(3), lengths=_ints(1, 1, 1))
     with raises(ShapeError, mentions=("different stride", "[2, 3]"), where="concat"):
         keyed.concat([batch, other])
@@ -239,6 +253,9 @@ def test_without_elements(pipeline: Any) -> None:
             expected = (torch.int32, torch.int64, torch.float16 if weighted else None)
             assert_equal(found, expected, where=f"{kind.__name__}.empty, weighted={weighted}")
         assert_equal(kind.empty().bags().offsets.tolist(), [0], where=f"bags of {kind.__name__}.empty")
+        there = kind.empty(is_weighted=True, device=torch.device("meta"))
+        places = {part.device.type for part in _parts_of(there) if part is not None}
+        assert_equal(places, {"meta"}, where=f"{kind.__name__}.empty on meta")
     for by_offsets in (False, True):
         for weights in (None, torch.ones(3, dtype=torch.float16)):
             cut = {"offsets": _ints(0, 2, 3)} if by_offsets else {"lengths": _ints(2, 1)}
@@ -370,6 +387,7 @@ class _Foreign:
 def test_batches_of_others(pipeline: Any) -> None:
     configs = [pipeline.EmbeddingBagConfig(9, 2, f"t{i}", feature_names=[name]) for i, name in enumerate("ab")]
     lookup = pipeline.EmbeddingBagCollection(configs)
+    cut = pipeline.ShardedEmbeddingBagCollection(lookup, dict.fromkeys(("t0", "t1"), pipeline.row_wise()))
     ours = _of_different_sizes(pipeline)
     with succeeds("a lookup", where="another library's batch"):
         found = lookup(_Foreign(ours)).values()
@@ -379,9 +397,10 @@ def test_batches_of_others(pipeline: Any) -> None:
     expected = lookup(pipeline.KeyedJaggedTensor(["a", "b"], _ids(6), lengths=_ints(2, 1, 2, 1))).values()
     for lengths in (None, offsets.diff()):
         parts = [nested(values, offsets, lengths=lengths) for values in (_ids(6)[:3], _ids(6)[3:])]
-        with succeeds("a lookup", where="nested tensors"):
-            found = lookup(dict(zip("ab", parts, strict=True))).values()
-        assert_bits(found, expected, f"nested tensors, lengths={lengths}")
+        for name, module in (("whole", lookup), ("cut", cut)):
+            with succeeds("a lookup", where=f"nested tensors, {name}"):
+                found = module(dict(zip("ab", parts, strict=True))).values()
+            assert_bits(found, expected, f"nested tensors, lengths={lengths}, {name}")
     for wrong in ({"a": [1, 2], "b": [3]}, {"a": parts[0], "b": _ids(3)}, {"a": None}):
         with raises(UnsupportedError, mentions=("not a batch",), where=f"{wrong}"):
             lookup(wrong)
@@ -402,6 +421,8 @@ def test_positions(pipeline: Any) -> None:
                 processors.pre_process_input(batch)
             expected = torch.tensor([i for length in lengths for i in range(length)]).to(dtype)
             assert_equal(weights.tolist(), expected.tolist(), where=f"{dtype}, {lengths}")
+            with succeeds("positions that nobody can see", where=f"{dtype}, {lengths}"):
+                processors.pre_process_input(batch.to(torch.device("meta")))
 
 
 def _made_of(pipeline: Any, batch: Any, full: Any) -> dict[str, tuple[Any, list[str]]]:

@@ -234,6 +234,37 @@ def test_traced(pipeline: Any, kind: str, tolerance_factor: float) -> None:
 
 
 @requirement(
+    "PIPE-642",
+    "A collection that torch.fx has traced or TorchScript compiled MUST give features that differ in size a row for "
+    "every sample of the full batch, as it does untouched; a feature without inverse indices is refused by both.",
+)
+@pytest.mark.filterwarnings("ignore")  # TorchScript warns of its own age, and of torch.fx.
+@pytest.mark.parametrize("kind", ["fx", "script"])
+def test_traced_sizes(pipeline: Any, kind: str) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}", "f2"]) for i in range(2)]
+    plain = collection_of(pipeline, configs, [values_of((6, 4), i).round() for i in range(2)])
+    made: Any = torch.fx.symbolic_trace if kind == "fx" else torch.jit.script
+    traced, names = made(plain), ["f2", "f0", "f1"]
+    rows = torch.tensor([[2, 0, 1, 2], [0, 0, 0, 0], [1, 0, 0, 1]])
+    sizes: dict[str, Any] = {"stride_per_key_per_rank": [[1], [2], [3]]}
+    lengths = torch.tensor([2, 1, 0, 0, 3, 1])
+    for dtype in (torch.int64, torch.int32):
+        batch = pipeline.KeyedJaggedTensor(
+            ["f0", "f1", "f2"], torch.arange(7) % 6, None, lengths, inverse_indices=(names, rows.to(dtype)), **sizes
+        )
+        with succeeds("a lookup", where=f"{kind}, {dtype}"):
+            found = traced(batch).values().detach()
+        # Whole numbers, whose sums are one in every order.
+        assert_bits(found, plain(batch).values().detach(), f"{kind}, {dtype}")
+    batch = pipeline.KeyedJaggedTensor(
+        ["f0", "f1", "f2"], torch.arange(7) % 6, None, lengths, inverse_indices=(names[:2], rows[:2]), **sizes
+    )
+    for module in (plain, traced):
+        with raises(Exception, mentions=("no inverse indices of this feature",), where=kind):
+            module(batch)
+
+
+@requirement(
     "PIPE-538",
     "A collection of 16-bit tables that was traced or scripted MUST give float32 as the untouched one does, rows by "
     "their bits.",

@@ -51,6 +51,9 @@ def test_lengths_of_bags(pipeline: Any) -> None:
             pipeline.PositionWeightedModule(length)
         with raises(ConfigError, mentions=("max_feature_lengths",), where=f"{length!r} among others"):
             pipeline.PositionWeightedModuleCollection({"a": 3, "b": length})
+    with succeeds("processors", where="bags of one id"):
+        found = pipeline.PositionWeightedModule(1), *pipeline.PositionWeightedModuleCollection({"a": 1}).parameters()
+    assert_equal((tuple(found[0].position_weight.shape), tuple(found[1].shape)), ((1,), (1,)), where="bags of one id")
 
 
 @requirement(

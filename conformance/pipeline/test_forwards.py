@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -271,6 +271,54 @@ def test_forwards_put_on_between_steps(pipeline: Any, name: str) -> None:
     kept = job.model.shifted.forward = make(job.model.shifted.forward)
     schedule.detach()
     assert_equal(vars(job.model.shifted)["forward"] is kept, True, where=f"{name}: behind detach()")
+
+
+class Both(NamedTuple):
+    """Two parts of a batch."""
+
+    ids: Any
+    dense: torch.Tensor
+
+
+class OfBoth(Shifted):
+    """As it, of a pair that has names."""
+
+    def forward(self, both: Any) -> Any:
+        """Of its ids."""
+        return super().forward(both.ids)
+
+
+class Named(torch.nn.Module):
+    """The job's model, whose first ids go through a module that is called with a pair that has names."""
+
+    def __init__(self, model: Any, shifted: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.shifted = model, shifted
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        model, shifted = self.model, self.shifted(Both(batch.ids[0], batch.dense))
+        pooled = [model.collections[0](shifted).values(), model.collections[1](batch.ids[1]).values()]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement(
+    "PIPE-638",
+    "A module that runs ahead MUST be called with what the model calls it with, of the model's own classes: a tuple "
+    "that has names too.",
+)
+@pytest.mark.parametrize("name", TRAINING[1:])
+def test_named_arguments(pipeline: Any, name: str) -> None:
+    job, loop = _jobs(pipeline, lambda model: Named(model, OfBoth(pipeline)))
+    schedule, loader = job.schedule(name, pipeline_postproc=True, **_options(name)), iter(job.batches(4))
+    assert_equal(schedule.calls[0].name, "model.collections.0", where=f"{name}: what is driven")
+    for step, batch in enumerate(loop.batches(4)):
+        with succeeds("a step", where=f"{name} step {step}"):
+            output = schedule.progress(loader)
+        assert_bits(output, loop.step(batch), f"{name} step {step}")
+        assert_same_state(job, loop, f"{name} step {step}")
+    assert_equal(job.model.shifted.calls, 4, where=f"{name}: calls, one a batch")
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import values_of
-from conformance.pipeline.model import assert_bits
+from conformance.pipeline.model import assert_bits, lookups_of
 from conformance.pipeline.sharding import collection_of, sharded_of
 from twinproof.errors import ConfigError
 
@@ -110,10 +111,23 @@ def _lookups(pipeline: Any, *, is_weighted: bool) -> Iterator[tuple[str, Any]]:
     rows = pipeline.EmbeddingCollection([pipeline.EmbeddingConfig(6, 4, "t", feature_names=FEATURES)])
     plan = {"t": pipeline.row_wise(), "u": pipeline.table_wise(0)}
     yield "sharded", sharded_of(pipeline, bags, plan, "sgd", device="cpu")
+    lookups = lookups_of(pipeline, pooled, weights)
+    yield "table-batched", lambda batch: _Values(lookups(batch.values(), _ints(0), batch.weights_or_none()))
     whole = {"bags": bags} if is_weighted else {"bags": bags, "rows": rows}
     script: Any = torch.jit.script
     for way, make in {"itself": lambda module: module, "fx": torch.fx.symbolic_trace, "script": script}.items():
         yield from ((f"{name}, {way}", make(module)) for name, module in whole.items())
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What is pooled, as a collection gives it."""
+
+    pooled: torch.Tensor
+
+    def values(self) -> torch.Tensor:
+        """Itself."""
+        return self.pooled
 
 
 def _shapes(result: Any) -> Any:

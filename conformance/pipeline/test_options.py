@@ -15,7 +15,7 @@ from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.virtual_batches import KINDS, VirtualBatch, move, on_host, virtual
 from conformance.provers.virtual_device import VirtualDevice
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, PipelineError
 
 
 @requirement(
@@ -339,6 +339,45 @@ def test_replicas(pipeline: Any) -> None:
     job, order = Job(pipeline, 5), []
     other = DistributedModelParallel(job.model)
     outputs_of(pipeline.TrainPipelineSparseDist(other, job.optimizer, job.device, **{name: 1}), iter(job.batches(2)))
+
+
+@requirement(
+    "PIPE-637",
+    "A subclass that averages replicas by hand without a context MUST count the batch whose step it is, and where none "
+    "is under way be refused by name; a context in flight MUST say what ran ahead under torchrec's name for it.",
+)
+def test_stages_without_a_context(pipeline: Any) -> None:
+    job, order, numbers = Job(pipeline, 5), list[str](), list[int]()
+
+    class ByHand(pipeline.TrainPipelineSparseDist):  # type: ignore[misc]
+        def sync_embeddings(self, model: Any, interval_batches: int | None, context: Any = None) -> None:
+            """Without what it is given."""
+            numbers.append(context.index)
+            super().sync_embeddings(model, interval_batches)
+
+    model = DMPCollection(job.model, order)
+    schedule = ByHand(model, job.optimizer, job.device, dmp_collection_sync_interval_batches=2)
+    loader, found = iter(job.batches(4)), list[int]()
+    for _ in range(4):
+        with succeeds("a step", where=f"batch {len(found)}"):
+            schedule.progress(loader)
+        found.append(len(order))
+    assert_equal((numbers, found), ([0, 1, 2, 3], [1, 1, 2, 2]), where="batches, averages so far")
+    average = super(ByHand, schedule).sync_embeddings
+    with raises(PipelineError, mentions=("context", "sync_embeddings"), where="outside of a step"):
+        average(model, 2)
+    with succeeds("nothing", where="no interval, and no such model"):
+        average(model, None)
+        average(job.model, 2)
+    assert_equal(len(order), 2, where="averages in the end")
+    between = Between(job.model, Shifted(pipeline)).to(job.device)
+    ahead = pipeline.TrainPipelineSparseDist(between, job.optimizer, job.device, pipeline_postproc=True)
+    ahead.progress(iter(job.batches(3)))
+    ahead.start_sparse_data_dist(ahead.batches[0], ahead.contexts[0])
+    made = ahead.contexts[0].postproc_fwd_results
+    assert_equal(list(made), ["shifted"], where="what ran ahead")
+    expected = ahead.batches[0].ids[0].values() // 2
+    assert_bits(made["shifted"].values(), expected, "what ran ahead")
 
 
 class Unpacked(torch.nn.Module):

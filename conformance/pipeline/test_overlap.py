@@ -367,6 +367,26 @@ def test_legend(pipeline: Any) -> None:
 
 
 @requirement(
+    "PIPE-639",
+    "A box of the picture MUST hold its stage's name where that fits with room around it, else the stage's letter, and "
+    "nothing where a letter would not fit.",
+    needs=("streams",),
+)
+@pytest.mark.parametrize(("stage", "letter"), [("lookup", "L"), ("dense_optimizer", "D"), ("my_own", "?")])
+def test_words_of_boxes(pipeline: Any, stage: str, letter: str) -> None:
+    from fastimpl.pipeline.overlap import Span
+    from fastimpl.pipeline.overlap_views import _box
+
+    name, span = stage.replace("_", " "), Span(stage, 0, "main", 0.0, 1.0)
+    # 6 px a letter, and 6 around the name.
+    room = 6.0 * len(name) + 6
+    cases = {0.5: "", 8.0: "", 8.5: letter, room - 1: letter, room: letter, room + 0.5: name, 500.0: name}
+    for width, expected in cases.items():
+        words = re.findall(r"<text .*?>(.*?)</text>", _box(span, 0.0, 0, width))
+        assert_equal(words, [expected] if expected else [], where=f"{stage}, {width} wide")
+
+
+@requirement(
     "PIPE-428",
     "Without a margin the overlap report MUST count every step, from the program's beginning to its end: what another "
     "number of steps at each end leaves out is all that it changes; a negative one MUST be refused.",

@@ -493,7 +493,7 @@ PLACEMENTS = {
     # ``embedding_lookup_before_optimizer``, and the other name, which says the opposite.
     "order": ((False, None), (True, None), (False, True), (False, False), (True, True), (True, False)),
     "emb_lookup_stream_priority": (0, -1),
-    "emb_lookup_max_blocks": (None, 2, 0),
+    "emb_lookup_max_blocks": (None, 1, 0),
     "strict": (False, True),
     "reduce_dense_gradients": (None, True),
     "asked": ("", "apply_jit", "free_features_storage_early", "clear_data_dist_inputs"),

@@ -174,3 +174,30 @@ def test_schedules_anywhere(pipeline: Any, kind: str) -> None:
                 output = schedule.progress(loader)
             assert_bits(output, expected, f"{where}: output {step}")
         assert_same_state(job, loop, where)
+
+
+class _NoStream:
+    """Stands for a stream that nothing may be recorded on."""
+
+
+@requirement(
+    "PIPE-640",
+    "record_stream of what lies on the host MUST do nothing, whatever parts there are: of batches, of bags of one "
+    "feature, of columns, and of what a lookup takes. A batch that was never on the host MUST be moved uncounted.",
+)
+def test_nothing_recorded_on_the_host(pipeline: Any) -> None:
+    stream, ids, meta = _NoStream(), torch.arange(3), torch.device("meta")
+    for weights in (None, torch.ones(3)):
+        for cut in ({"lengths": torch.tensor([1, 2])}, {"offsets": torch.tensor([0, 1, 3])}):
+            batch = pipeline.KeyedJaggedTensor(["a"], ids, weights, **cut)
+            bags = pipeline.JaggedTensor(ids, weights, **cut)
+            columns = pipeline.KeyedTensor(["a"], [1], torch.zeros(2, 1))
+            for part in (batch, bags, columns, batch.bags(), bags.bags()):
+                with succeeds("record_stream", where=f"{type(part).__name__}, {list(cut)}"):
+                    part.record_stream(stream)
+            there = pipeline.KeyedJaggedTensor(
+                ["a"], ids.to(meta), None, **{name: part.to(meta) for name, part in cut.items()}
+            )
+            with succeeds("a move", where=f"from meta, {list(cut)}"):
+                moved = there.to(meta)
+            assert_equal((moved.length_per_key_or_none(), moved.device().type), (None, "meta"), where=f"{list(cut)}")

@@ -140,11 +140,11 @@ class KeyedSizes(Keyed, KeyedMoves):
             self._check_features()
         found = self._length_per_key
         if found is None:
-            count, lengths = len(self._keys), self._lengths
+            count = len(self._keys)
             if count > 0 and self._values.is_meta:
                 share = self._values.numel() // count
                 found = [share + self._values.numel() % count] + [share] * (count - 1)
-            elif count == 0 or (lengths is None and self._offsets is None):
+            elif count == 0:
                 found = [0] * 0
             else:
                 found = cut_sizes(self.lengths(), self.stride_per_key())

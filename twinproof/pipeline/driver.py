@@ -602,11 +602,15 @@ class Pipeline(Generic[In, Out]):
         """Nothing: what an exchange was given goes with its lookup."""
 
     def sync_embeddings(self, model: Any, interval_batches: int | None, context: Any = None) -> None:
-        """Average the replicas of a ``DMPCollection`` every so many batches, behind the backward."""
+        """Average a ``DMPCollection``'s replicas every so many batches; without a context the step's batch counts."""
         # By name and by class: a place without torchrec has no such model, and a mock of one has its class.
         is_collection = any(kind.__name__ == "DMPCollection" for kind in model.__class__.__mro__)
-        if is_collection and interval_batches is not None and context.index % interval_batches == 0:
-            model.sync()
+        if is_collection and interval_batches is not None:
+            counted = self._current if context is None else context
+            if counted is None:
+                raise PipelineError("outside of a step a context says which batch", got=None, where="sync_embeddings")
+            if counted.index % interval_batches == 0:
+                model.sync()
 
     def register_backward_hook(self, site: Any, work: Callable[[Any], None]) -> None:
         """Call ``work(pipeline)`` in each backward when the gradient that torchrec's ``InjectionSite`` names is there.

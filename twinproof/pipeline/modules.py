@@ -817,9 +817,9 @@ def _of_positions(weight: torch.Tensor, positions: torch.Tensor, name: str, long
 
 
 def _positions(lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """Int64 [N]: the place of each of ``count`` ids in its bag."""
+    """Int64 [N]: the place of each of ``count`` ids in its bag; lengths on meta do not say how many there are."""
     wide = lengths.reshape(-1).to(torch.int64)
-    begins = (wide.cumsum(0) - wide).repeat_interleave(wide)
+    begins = (wide.cumsum(0) - wide).repeat_interleave(wide, output_size=count if wide.is_meta else None)
     return torch.arange(count, device=lengths.device) - begins
 
 

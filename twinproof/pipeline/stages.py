@@ -87,10 +87,10 @@ class Call:
         name: str,
         module: Any,
         arguments: Callable[[FromBatch], Arguments],
-        postprocs: Mapping[str, torch.nn.Module] | None = None,
-        formula: tuple[Any, ...] = (),
+        postprocs: Mapping[str, torch.nn.Module],
+        formula: tuple[Any, ...],
     ) -> None:
-        self.name, self.module, self.arguments, self.postprocs = name, module, arguments, dict(postprocs or {})
+        self.name, self.module, self.arguments, self.postprocs = name, module, arguments, dict(postprocs)
         self.formula = (name, *formula)
 
     def is_late(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -168,9 +168,8 @@ def _evaluated(argument: Any, value: Callable[[torch.fx.Node], Any]) -> Any:
         return value(argument)
     if isinstance(argument, (list, tuple)):
         parts = [_evaluated(part, value) for part in argument]
-        if isinstance(argument, list):
-            return parts
-        return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+        # A tuple that has names is a call of its class in a graph.
+        return parts if isinstance(argument, list) else tuple(parts)
     if isinstance(argument, dict):
         return {key: _evaluated(part, value) for key, part in argument.items()}
     if isinstance(argument, slice):
@@ -186,8 +185,8 @@ class FromBatch:
         asked: what each of them was called with.
     """
 
-    def __init__(self, batch: Any, postprocs: Mapping[str, torch.nn.Module] | None = None) -> None:
-        self._batch, self._values, self._postprocs = batch, dict[torch.fx.Node, Any](), dict(postprocs or {})
+    def __init__(self, batch: Any, postprocs: Mapping[str, torch.nn.Module]) -> None:
+        self._batch, self._values, self._postprocs = batch, dict[torch.fx.Node, Any](), dict(postprocs)
         self.results: dict[str, Any] = {}
         self.asked: dict[str, Arguments] = {}
 

@@ -130,3 +130,12 @@ rows_as_others_say = patched(
     ),
     kills="PIPE-620",
 )
+rows_of_features_traced = patched(
+    "A traced lookup gives rows of each feature's own samples.",
+    mutated(
+        "twinproof.pipeline.batches:KeyedSizes._over_batch",
+        "if inverse is None or not self.variable_stride_per_key():",
+        "if inverse is not None or not self.variable_stride_per_key():",
+    ),
+    kills="PIPE-642",
+)

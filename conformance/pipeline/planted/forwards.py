@@ -61,6 +61,15 @@ detached_forwards_hand_out = patched(
     mutated("twinproof.pipeline.stages:Prepared.close", "self._result_of = None", "pass"),
     kills="PIPE-635",
 )
+names_of_tuples_lost = patched(
+    "A module that runs ahead is called with a plain tuple.",
+    mutated(
+        "twinproof.pipeline.stages:FromBatch._compute",
+        "return node.target(*positional, **named)",
+        'return positional if hasattr(node.target, "_fields") else node.target(*positional, **named)',
+    ),
+    kills="PIPE-638",
+)
 classes_moved = patched(
     "A class in a batch is moved as a batch.",
     mutated("twinproof.pipeline.stages:move_batch", " and not isinstance(batch, type)", ""),

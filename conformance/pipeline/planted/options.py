@@ -130,3 +130,17 @@ closed_forwards_say_nothing_prepared = patched(
     mutated("twinproof.pipeline.stages:Attachment.close", "prepared.close()", "pass"),
     kills="PIPE-500",
 )
+contexts_demanded = patched(
+    "Replicas are averaged with a context alone.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.sync_embeddings",
+        "counted = self._current if context is None else context",
+        "counted = context",
+    ),
+    kills="PIPE-637",
+)
+results_of_nothing = patched(
+    "Under torchrec's name nothing ran ahead.",
+    mutated("twinproof.pipeline.stages:BatchContext.postproc_fwd_results", "return self.prepared", "return {}"),
+    kills="PIPE-637",
+)

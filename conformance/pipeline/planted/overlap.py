@@ -212,3 +212,17 @@ reads_without_names = patched(
     ),
     kills="PIPE-558",
 )
+
+
+names_without_room = patched(
+    "A name is written where it just fits.",
+    mutated("fastimpl.pipeline.overlap_views:_box", "width > 6 * len(name) + 6", "width >= 6 * len(name) + 6"),
+    kills="PIPE-639",
+    of="fastimpl",
+)
+letters_without_room = patched(
+    "A letter is written where it just fits.",
+    mutated("fastimpl.pipeline.overlap_views:_box", "width > 8", "width >= 8"),
+    kills="PIPE-639",
+    of="fastimpl",
+)

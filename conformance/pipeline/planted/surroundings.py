@@ -41,3 +41,17 @@ spoiled_by_inference_mode = patched(
     mutated("twinproof.pipeline.sharding:made_for_training", "if torch.is_inference_mode_enabled()", "if False"),
     kills="PIPE-431",
 )
+hosts_memory_recorded = patched(
+    "What a lookup takes is recorded on the host, too.",
+    mutated(
+        "twinproof.pipeline.jagged:Bags.record_stream",
+        'part is not None and part.device.type != "cpu"',
+        "part is not None",
+    ),
+    kills="PIPE-640",
+)
+parts_that_are_not_there_recorded = patched(
+    "Weights that are not there are recorded.",
+    mutated("twinproof.pipeline.jagged:Bags.record_stream", "part is not None and ", ""),
+    kills="PIPE-640",
+)
