@@ -296,7 +296,7 @@ def test_names_of_several_features(pipeline: Any, kvstore: Any, caplog: Any) -> 
     names = sorted({name for _, names in SEVERAL.values() for name in names})
     modules = {check: _checked_modules(pipeline, kvstore, check) for check in ("fatal", "warning", "ignore")}
     for feature, bad, kind in product(names, (-1, 7), modules["fatal"]):
-        where, checked = f"{kind}, feature {feature}, id {bad}", ("warning", "ignore")
+        where, checks = f"{kind}, feature {feature}, id {bad}", ["warning", "ignore"]
         tables = [name for name, (_, each) in SEVERAL.items() if feature in each and name != STORED.get(kind)]
         batches = [Jagged(names, [[[1], [2, i if name == feature else 3]] for name in names]) for i in (bad, 0)]
         says: tuple[str, ...] = (str(bad),)
@@ -306,8 +306,8 @@ def test_names_of_several_features(pipeline: Any, kvstore: Any, caplog: Any) -> 
                 _found_by(pipeline, kind, modules["fatal"][kind], batches[0])
         else:
             # Of a store alone, in which nothing is outside.
-            checked = ("fatal", *checked)
-        for check in checked:
+            checks.insert(0, "fatal")
+        for check in checks:
             caplog.clear()
             with succeeds("a lookup", where=f"{where}: {check}"):
                 found = _found_by(pipeline, kind, modules[check][kind], batches[0])

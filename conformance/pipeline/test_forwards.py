@@ -263,14 +263,15 @@ def test_forwards_put_on_between_steps(pipeline: Any, name: str) -> None:
                         shifted.forward = make(shifted.forward)
                 if step == 6:
                     for each in (job, loop):
-                        del each.model.shifted.forward
+                        del vars(each.model.shifted)["forward"]
                 with succeeds("a step", where=f"{where}: step {step}"):
                     output = schedule.progress(loader)
                 assert_bits(output, loop.step(batch), f"{where}: step {step}")
                 assert_same_state(job, loop, f"{where}: step {step}")
-    kept = job.model.shifted.forward = make(job.model.shifted.forward)
+    last: Any = job.model.shifted
+    kept = last.forward = make(last.forward)
     schedule.detach()
-    assert_equal(vars(job.model.shifted)["forward"] is kept, True, where=f"{name}: behind detach()")
+    assert_equal(vars(last)["forward"] is kept, True, where=f"{name}: behind detach()")
 
 
 class Both(NamedTuple):
@@ -318,7 +319,8 @@ def test_named_arguments(pipeline: Any, name: str) -> None:
             output = schedule.progress(loader)
         assert_bits(output, loop.step(batch), f"{name} step {step}")
         assert_same_state(job, loop, f"{name} step {step}")
-    assert_equal(job.model.shifted.calls, 4, where=f"{name}: calls, one a batch")
+    shifted: Any = job.model.shifted
+    assert_equal(shifted.calls, 4, where=f"{name}: calls, one a batch")
 
 
 @dataclass

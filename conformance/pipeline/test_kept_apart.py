@@ -77,8 +77,8 @@ def test_lists_of_the_caller(pipeline: Any) -> None:
     moved = first.to(_HERE)
     _edit([first.keys(), first.stride_per_key(), first.length_per_key(), first.inverse_indices()[0]])
     assert_equal(_facts_of(moved), expected, where="a batch that was moved before")
-    for way, (columns, given) in _columns(pipeline).items():
-        _edit(given)
+    for way, (columns, parts) in _columns(pipeline).items():
+        _edit(parts)
         with succeeds("questions", where=f"columns by {way}"):
             facts = (columns.keys(), columns.length_per_key(), columns.offset_per_key(), columns["b"].tolist())
         assert_equal(facts, (["a", "b"], [1, 2], [0, 1, 3], [[1.0, 2.0], [4.0, 5.0]]), where=f"columns by {way}")

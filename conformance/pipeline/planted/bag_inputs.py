@@ -106,3 +106,12 @@ names_of_pooled_by_table = patched(
     ),
     kills="PIPE-626",
 )
+ids_of_a_store_checked = patched(
+    "Ids of a key-value table are checked as those of the others.",
+    mutated(
+        "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection._local_bags",
+        "-1 if self.plan[t].rule.is_stored else ",
+        "",
+    ),
+    kills="PIPE-626",
+)

@@ -118,7 +118,7 @@ written_before_refused = patched(
 
 bags_in_the_dtype_of_lengths = patched(
     "A lookup takes offsets in the dtype of lengths.",
-    mutated("twinproof.pipeline.jagged:Eager.bags", "offsets_of(self._lengths.reshape(-1))", "self.offsets()"),
+    mutated("twinproof.pipeline.jagged:Eager.bags", "offsets_of(self.lengths().reshape(-1))", "self.offsets()"),
     kills="PIPE-402",
 )
 spread_in_the_dtype_of_lengths = patched(

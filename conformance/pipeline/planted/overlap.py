@@ -214,13 +214,13 @@ reads_without_names = patched(
 )
 
 
-names_without_room = patched(
+names_where_they_just_fit = patched(
     "A name is written where it just fits.",
     mutated("fastimpl.pipeline.overlap_views:_box", "width > 6 * len(name) + 6", "width >= 6 * len(name) + 6"),
     kills="PIPE-639",
     of="fastimpl",
 )
-letters_without_room = patched(
+letters_where_they_just_fit = patched(
     "A letter is written where it just fits.",
     mutated("fastimpl.pipeline.overlap_views:_box", "width > 8", "width >= 8"),
     kills="PIPE-639",

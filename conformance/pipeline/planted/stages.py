@@ -105,7 +105,7 @@ averages_counted_through_a_reset = patched(
     "Averages of replicas are counted by all steps, and not by batches since reset().",
     mutated(
         "twinproof.pipeline.driver:Pipeline.sync_embeddings",
-        "context.index % interval_batches",
+        "counted.index % interval_batches",
         "self.processed_count % interval_batches",
     ),
     kills="PIPE-481",

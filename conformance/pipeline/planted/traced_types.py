@@ -34,3 +34,22 @@ def nothing_on_meta(original: Any, kjt: Any) -> Any:
 def stride_is_fixed(original: Any, kjt: Any) -> Any:
     """A trace keeps its samples."""
     return int(original(kjt))
+
+
+@fault(kills="PIPE-636", at="torch.jit:script")
+def scripted_of_long_integers(original: Any, model: Any, *args: Any, **options: Any) -> Any:
+    """A scripted model reads integers of int64 alone."""
+    scripted = original(model, *args, **options)
+
+    def answer(batch: Any, *rest: Any) -> Any:
+        if batch.lengths().dtype != torch.int64:
+            raise RuntimeError("element types must match for tolist()")
+        return scripted(batch, *rest)
+
+    return answer
+
+
+@fault(kills="PIPE-636", at="twinproof.pipeline.batches:received_same")
+def received_as_sent(original: Any, tensors: Any, recat: Any, stride_per_rank: Any) -> Any:
+    """What was received is not put in order, but by what was scripted."""
+    return original(tensors, None, stride_per_rank)
