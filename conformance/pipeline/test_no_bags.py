@@ -143,7 +143,7 @@ def _shapes(result: Any) -> Any:
 )
 @pytest.mark.filterwarnings("ignore")  # TorchScript warns of its own age.
 @pytest.mark.parametrize("weighted", [False, True])
-def test_nothing_looked_up(pipeline: Any, weighted: bool) -> None:
+def test_traced_without_bags(pipeline: Any, weighted: bool) -> None:
     weights = torch.empty(0) if weighted else None
     for kind, module in _lookups(pipeline, is_weighted=weighted):
         expected: Any = dict.fromkeys(FEATURES, ((0, 4), 0)) if "rows" in kind else (0, 11)

@@ -373,11 +373,14 @@ def test_stages_without_a_context(pipeline: Any) -> None:
     between = Between(job.model, Shifted(pipeline)).to(job.device)
     ahead = pipeline.TrainPipelineSparseDist(between, job.optimizer, job.device, pipeline_postproc=True)
     ahead.progress(iter(job.batches(3)))
-    ahead.start_sparse_data_dist(ahead.batches[0], ahead.contexts[0])
-    made = ahead.contexts[0].postproc_fwd_results
-    assert_equal(list(made), ["shifted"], where="what ran ahead")
-    expected = ahead.batches[0].ids[0].values() // 2
-    assert_bits(made["shifted"].values(), expected, "what ran ahead")
+    for is_driven in (True, False):
+        if not is_driven:
+            ahead.detach()
+        ahead.start_sparse_data_dist(ahead.batches[0], ahead.contexts[0])
+        made = ahead.contexts[0].postproc_fwd_results
+        assert_equal(list(made), ["shifted"], where=f"what ran ahead, driven: {is_driven}")
+        expected = ahead.batches[0].ids[0].values() // 2
+        assert_bits(made["shifted"].values(), expected, f"what ran ahead, driven: {is_driven}")
 
 
 class Unpacked(torch.nn.Module):
