@@ -92,6 +92,8 @@ def _refused(checkpoint: Any, folder: Path) -> list[tuple[str, Callable[[], Any]
         ("export_dtype", partial(manager, export_dtype="")),
         ("export_keep", partial(manager, export_keep="")),
         ("hf_options", partial(manager, hf_options=[])),
+        ("exclude_from_loading", partial(manager, exclude_from_loading="")),
+        ("model", partial(checkpoint.CheckpointManager, folder / "run", model="", interval=1)),
         ("states", partial(manager, states=[])),
         ("optimizers", partial(manager, optimizers=[])),
         ("optimizers", partial(several, optimizers=[])),

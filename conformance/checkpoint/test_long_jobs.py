@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from conformance.checkpoint.trainer import Trainer
 from conformance.harness import Mismatch, Rank, assert_equal, assert_le, assert_same_tensors, raises, requirement
 from conformance.harness.raising import errors_inside
 from conformance.provers.faults import Interruption, each_moment, interrupted
-from twinproof.errors import ConfigError, TwinproofError
+from twinproof.errors import ConfigError, DistributedError, TwinproofError
 
 # One process saves and loads here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -369,7 +369,7 @@ def _left_by_refusals(rank: Rank, path: str) -> dict[str, int]:
 
 @_accelerated()
 def _left_by_the_system(rank: Rank, path: str) -> dict[str, int]:
-    """Of managers for which there is no memory, on any rank, or no thread, on the first, which alone needs one."""
+    """Of managers for which there is no memory, on any rank, or no thread, on the first, which tells the others."""
     found = dict[str, int]()
     make = partial(
         rank.component("checkpoint").CheckpointManager,
@@ -382,8 +382,8 @@ def _left_by_the_system(rank: Rank, path: str) -> dict[str, int]:
     with _left(found, "memory that is not there"), no_memory, raises(MemoryError, where="no memory"):
         make()
     no_thread = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError)
-    refused = raises(RuntimeError, where="no thread") if rank.rank == 0 else nullcontext()
-    with _left(found, "a thread that does not start"), no_thread, refused:
+    error = RuntimeError if rank.rank == 0 else DistributedError
+    with _left(found, "a thread that does not start"), no_thread, raises(error, where="no thread"):
         make().close()
     return found
 

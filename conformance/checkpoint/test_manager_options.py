@@ -447,3 +447,27 @@ def test_retention_beside_what_is_broken(
 
 def _copy_step(folder: Path, step: int, other: int) -> None:
     shutil.copytree(folder / f"step-{step}", folder / f"step-{other}")
+
+
+@requirement(
+    "CKPT-811",
+    "What is no collection of names, as text whose letters would be names, MUST be refused by name where states to "
+    "leave alone are meant, and what is no module where the model or a part of it is.",
+)
+def test_names_and_modules(checkpoint: Any, tmp_path: Path) -> None:
+    trainer, linear = Trainer(1), torch.nn.Linear(1, 1)
+    names: tuple[Any, ...] = ("", "dataloader", b"", iter(["dataloader"]), 3, None, [b"dataloader"], ["dataloader", 1])
+    for given in names:
+        with raises(ConfigError, mentions=("not names", "exclude_from_loading"), where=f"names {given!r}"):
+            trainer.manager(checkpoint, tmp_path / "run", exclude_from_loading=given)
+    models: tuple[Any, ...] = ("", "linear", b"l", None, 3, [linear, "linear"], {"linear": linear}, [[linear]])
+    for given in models:
+        with raises(ConfigError, mentions=("not a model", "where: model"), where=f"a model {given!r}"):
+            checkpoint.CheckpointManager(tmp_path / "run", model=given, interval=1)
+    for given in (["dataloader"], ("dataloader",), {"dataloader"}, {"dataloader": 1}.keys()):
+        with trainer.manager(checkpoint, tmp_path / "run", exclude_from_loading=given) as manager:
+            assert_equal(manager.policy.exclude_from_loading, ("dataloader",), where=f"names {given!r}")
+    for given in (linear, [linear], (each for each in [linear]), torch.nn.Sequential(linear)):
+        with succeeds("a manager", where=f"a model {given!r}"):
+            checkpoint.CheckpointManager(tmp_path / "run", model=given, interval=1).close()
+    assert_equal((tmp_path / "run").exists(), False, where="what was made")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +35,7 @@ from conformance.checkpoint.trainer import Trainer
 from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, raises, requirement, succeeds
 from conformance.harness.raising import errors_inside
 from conformance.provers.ranks import RankPool
+from twinproof.checkpoint import manager as manager_module
 from twinproof.checkpoint.publish import group_to_save_in
 from twinproof.errors import ConfigError
 
@@ -375,3 +378,89 @@ def test_nothing_to_send(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> Non
         is_told = any(text.startswith(wanted) for text in texts)
         assert_equal(is_told, True, where=f"rank {rank} is told {wanted}, of {[text[:150] for text in texts]}")
     assert_equal(os.listdir(tmp_path), [], where="what is left")
+
+
+# What a rank gives, and what the others give where it is of more than one option.
+_REFUSED_ON_ONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "blocks": ("writer", {"block_bytes": 65}, {}),
+    "text for a flag": ("writer", {"save_distributed": "no"}, {}),
+    "empty text for a flag": ("writer", {"save_distributed": ""}, {}),
+    "an interval": ("manager", {"interval": 0}, {}),
+    "text for being on": ("manager", {"enable": "no"}, {}),
+    "empty text for being on": ("manager", {"enable": ""}, {}),
+    "names": ("manager", {"exclude_from_loading": ["nobody"]}, {}),
+    "parts": ("manager", {"model": [torch.nn.Linear(1, 1), "part"]}, {}),
+    "options of the last save": (
+        "manager",
+        {"last_save_in_hf": True, "hf_options": {"block_bytes": 65}},
+        {"last_save_in_hf": True},
+    ),
+}
+
+
+def _refused_on_one(rank: Rank, path: str) -> dict[str, str]:
+    """What each construction raises here of which one rank refuses an option; and how many groups it leaves."""
+    checkpoint, found = rank.component("checkpoint"), dict[str, str]()
+    kinds: dict[str, Callable[..., Any]] = {
+        "writer": partial(checkpoint.HuggingFaceStorageWriter, f"{path}/ck"),
+        "manager": partial(checkpoint.CheckpointManager, f"{path}/run"),
+    }
+    usual: dict[str, dict[str, Any]] = {"writer": {}, "manager": {"model": torch.nn.Linear(1, 1), "interval": 1}}
+    groups = dist.distributed_c10d._world.pg_map
+    for at in range(rank.world_size):
+        for name, (kind, bad, good) in _REFUSED_ON_ONE.items():
+            before, error = len(groups), "nothing"
+            try:
+                kinds[kind](**usual[kind] | (bad if rank.rank == at else good)).close()
+            except Exception as raised:
+                error = type(raised).__name__
+            found[f"{name} of a {kind} on rank {at}"] = f"{error}, {len(groups) - before} groups"
+    return found
+
+
+@requirement(
+    "CKPT-809",
+    "Any argument of a writer without a group of its caller's, or of a manager, that one rank alone refuses MUST be "
+    "told to all ranks where they construct theirs: none waits, and no group stays.",
+)
+def test_refused_on_one_rank(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("an answer of all ranks", where="two ranks"):
+        found = rank_pool.run(_refused_on_one, 2, str(tmp_path), timeout_s=60)
+    for rank, errors in enumerate(found):
+        expected = {
+            where: f"{'ConfigError' if where.endswith(str(rank)) else 'DistributedError'}, 0 groups" for where in errors
+        }
+        assert_equal(errors, expected, where=f"rank {rank}")
+    assert_equal(os.listdir(tmp_path), [], where="what was made")
+
+
+def _save_without_retention(rank: Rank, path: str, mode: str) -> tuple[list[bool], list[str]]:
+    said: list[str] = []
+    trainer, checkpoint = Trainer(1), rank.component("checkpoint")
+    with trainer.manager(checkpoint, path, interval=1, keep_latest_k=1, async_mode=mode) as manager:
+        cleaner = manager._cleaner
+        asked = cleaner._asked if rank.rank == 0 else queue.Queue()
+        warn = mock.patch.object(manager_module.logger, "warning", lambda text, *given: said.append(text % given))
+        full = mock.patch.object(asked, "put", side_effect=MemoryError("no memory"))
+        with warn, full, succeeds("saves", where=f"{mode}, rank {rank.rank}"):
+            saved = [manager.save(step) for step in (1, 2)]
+            manager.maybe_wait_for_saving()
+        with succeeds("a save", where=f"{mode}, rank {rank.rank}, afterwards"):
+            saved.append(manager.save(3))
+    return saved, said
+
+
+@requirement(
+    "CKPT-810",
+    "Where retention cannot be asked for behind a save, each rank MUST be told that it has saved, the failure be "
+    "logged, and what is old be deleted behind the next save.",
+)
+def test_saves_without_retention(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for mode in ("disabled", "async"):
+        folder = tmp_path / mode
+        with succeeds("an answer of all ranks", where=mode):
+            found = rank_pool.run(_save_without_retention, 2, str(folder), mode, timeout_s=60)
+        assert_equal([saved for saved, _ in found], [[True] * 3] * 2, where=f"{mode}: saves that were made")
+        told = [[str(folder) in text and "no memory" in text for text in said] for _, said in found]
+        assert_equal(told, [[True, True], []], where=f"{mode}: what is logged")
+        assert_equal(os.listdir(folder), ["step-3"], where=f"{mode}: what is kept")

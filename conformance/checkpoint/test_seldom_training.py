@@ -194,3 +194,78 @@ def test_targets_that_get_memory(checkpoint: Any, tmp_path: Path, kind: str) -> 
     else:
         assert_equal(loaded.taken["rows"], value, where=kind)
     assert_equal(int(loaded.taken["n"]), 3, where="beside it")
+
+
+class _Any:
+    """A state of whatever it is given, which takes what is loaded."""
+
+    def __init__(self, value: dict[Any, Any]) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.value
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        self.value = state_dict
+
+
+class _Grouped(dict[Any, Any]):
+    """A mapping that says more of itself than its entries."""
+
+    said = "nothing"
+
+
+def _keyed(number: int) -> dict[Any, Any]:
+    """A state whose keys are no text, at every depth, with tensors and without."""
+    grouped = _Grouped({3: number, "of text": f"{number}"})
+    grouped.said = "more"
+    return {
+        0: number,
+        (1, 2): [number, "x" * number],
+        None: {True: {-1: float(number)}, "plain": {"text": number}},
+        7: {"tensor": torch.full((2,), number), 8: torch.tensor(number), 2.5: {number - number: None}},
+        "list": [torch.tensor([number]), {5: number, "deep": [{6: number}, number]}],
+        "grouped": grouped,
+        "empty": {},
+    }
+
+
+def _shown(value: Any) -> Any:
+    """The same with tensors as lists, and keys with their class: true is no 1."""
+    if isinstance(value, dict):
+        return {(type(key).__name__, key): _shown(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@requirement(
+    "CKPT-808",
+    "Of a state whose keys are no text, at any depth, everything MUST be restored under the keys that it has, what is "
+    "no tensor too; keys of one text MUST be refused by name, and the state stay as it was.",
+)
+def test_keys_of_states(checkpoint: Any, tmp_path: Path) -> None:
+    for where, is_managed in (("load_training", False), ("a manager", True)):
+        states = [_Any(_keyed(number)) for number in (4, 9)]
+        path = tmp_path / where
+        trainers = [Trainer(seed) for seed in (1, 2)]
+        for trainer, state in zip(trainers, states, strict=True):
+            given: dict[str, Any] = {"states": {"keyed": state}}
+            with alone(), succeeds("a save and a load", where=where):
+                if is_managed:
+                    with trainer.manager(checkpoint, path, interval=1, **given) as manager:
+                        manager.save(1) if state is states[0] else manager.load()
+                elif state is states[0]:
+                    checkpoint.save_training(path, trainer.model, trainer.optimizer, 1, **given)
+                else:
+                    checkpoint.load_training(path, trainer.model, trainer.optimizer, **given)
+        assert_equal(_shown(states[1].value), _shown(_keyed(4)), where=where)
+        assert_equal(getattr(states[1].value["grouped"], "said", None), "more", where=f"{where}: beside the entries")
+    twins = _Any({"in": {3: 1, "3": 2}})
+    trainer = Trainer(3)
+    with alone(), raises(BaseException, mentions=("in.3",), where="a save"):
+        checkpoint.save_training(tmp_path / "t", trainer.model, trainer.optimizer, 1, states={"keyed": twins})
+    with alone(), raises(PlanError, mentions=("one name", "got: ['3']", "keyed.in"), where="a load"):
+        path = tmp_path / "load_training"
+        checkpoint.load_training(path, trainer.model, trainer.optimizer, states={"keyed": twins})
+    assert_equal(twins.value, {"in": {3: 1, "3": 2}}, where="the state of a load that was refused")

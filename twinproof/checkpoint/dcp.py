@@ -82,6 +82,7 @@ from twinproof.checkpoint.plan import (
 from twinproof.checkpoint.publish import (
     StagedFolder,
     Staging,
+    all_or_none,
     build_index,
     gather,
     gather_first,
@@ -90,6 +91,7 @@ from twinproof.checkpoint.publish import (
     raise_first,
     rank_count_of,
     scatter,
+    several_ranks,
 )
 from twinproof.checkpoint.shards import write_shards
 from twinproof.engine import Engine, engine_for, in_mode_of_caller
@@ -193,30 +195,38 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.options = WriterOptions.make(
-            path,
-            mapping=fqn_to_index_mapping,
-            thread_count=thread_count,
-            thread_count_consolidation=thread_count_consolidation,
-            max_shard_size=max_shard_size,
-            metadata=metadata,
-            export_dtype=export_dtype,
-            export_keep=export_keep,
-            single_file=single_file,
-            save_distributed=save_distributed,
-            enable_consolidation=enable_consolidation,
-            durable=durable,
-            overwrite=overwrite,
-            page_align=page_align,
-            check_replicas=check_replicas,
-            write_mode=write_mode,
-            block_bytes=block_bytes,
-            checksums=checksums,
-            progress=progress,
-        )
+        self.group, self._owns_group = process_group, False
+        # Text is no flag, which all ranks are to hear.
+        self._make_group(bool(save_distributed) or isinstance(save_distributed, str | bytes))
+        try:
+            # Of what one rank refuses the others hear here, and wait for it nowhere else.
+            with all_or_none(self.group if self._owns_group else None):
+                self.options = WriterOptions.make(
+                    path,
+                    mapping=fqn_to_index_mapping,
+                    thread_count=thread_count,
+                    thread_count_consolidation=thread_count_consolidation,
+                    max_shard_size=max_shard_size,
+                    metadata=metadata,
+                    export_dtype=export_dtype,
+                    export_keep=export_keep,
+                    single_file=single_file,
+                    save_distributed=save_distributed,
+                    enable_consolidation=enable_consolidation,
+                    durable=durable,
+                    overwrite=overwrite,
+                    page_align=page_align,
+                    check_replicas=check_replicas,
+                    write_mode=write_mode,
+                    block_bytes=block_bytes,
+                    checksums=checksums,
+                    progress=progress,
+                )
+        except BaseException:
+            # Nobody has the writer who could close it.
+            self.close()
+            raise
         self.path = self.options.path
-        self.group = process_group
-        self._owns_group = False
         self._made_by = os.getpid(), threading.get_ident()
         self.save_id = uuid.uuid4().hex
         self.is_coordinator, self.rank = True, 0
@@ -227,11 +237,9 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         self._announced: Sequence[bytes] = ()
         self._parts: list[Part] = []
         self._engine = type(self)._make_engine()
-        self._make_group()
 
-    def _make_group(self) -> None:
-        wanted = self.options.save_distributed and dist.is_available() and dist.is_initialized()
-        if self.group is None and wanted and dist.get_world_size() > 1:
+    def _make_group(self, is_distributed: bool) -> None:
+        if self.group is None and is_distributed and several_ranks(None) is not None:
             self.group, self._owns_group = own_group(), True
 
     def close(self) -> None:
@@ -343,7 +351,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             )
         if kwargs.get("use_collectives") is False:
             raise ConfigError("HF files need a global plan", got=False, expected=True, where="use_collectives")
-        self._make_group()
+        self._make_group(self.options.save_distributed)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what the format cannot hold, on every rank, before any file exists.

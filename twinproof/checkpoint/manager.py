@@ -16,7 +16,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -46,9 +47,11 @@ from twinproof.checkpoint.native import (
 )
 from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory
 from twinproof.checkpoint.publish import (
+    all_or_none,
     own_group,
     rank_count_of,
     scatter,
+    several_ranks,
     together,
 )
 from twinproof.errors import (
@@ -248,60 +251,80 @@ class CheckpointManager:
         last_save_in_safetensors_format: bool | None = None,
         last_save_model_weights_only: bool | None = None,
     ) -> None:
-        check_flags(
-            enable=enable,
-            verify_checksums=verify_checksums,
-            last_save_in_safetensors_format=last_save_in_safetensors_format,
-            last_save_model_weights_only=last_save_model_weights_only,
-        )
         self.enable, self._is_closed = enable, False
         self._pending: _Pending | None = None
-        self._group: dist.ProcessGroup | None = None
         self._stager = stager
         self._own_stager: DefaultStager | None = None
         self._cleaner: _Cleaner | None = None
-        in_hf = _either(last_save_in_hf, False, last_save_in_safetensors_format, "last_save_in_safetensors_format")
-        model_only = _either(last_save_model_only, True, last_save_model_weights_only, "last_save_model_weights_only")
-        check_kind({} if hf_options is None else hf_options, Mapping, "hf_options", "name -> option of the HF writer")
-        # What the caller changes later is for others.
-        self._hf_options = {
-            name: copy.copy(value) if isinstance(value, Collection) else value
-            for name, value in (hf_options or {}).items()
-        }
-        if self._hf_options and not in_hf:
-            raise ConfigError("hf_options need last_save_in_hf", got=sorted(self._hf_options), where="hf_options")
-        self.policy = CheckpointPolicy(
-            folder=local_path(folder, "folder"),
-            interval=interval,
-            enable_first_step_checkpoint=enable_first_step_checkpoint,
-            last_save_model_only=model_only,
-            last_save_in_hf=in_hf,
-            initial_load_path=None if initial_load_path is None else local_path(initial_load_path, "initial_load_path"),
-            initial_load_model_only=initial_load_model_only,
-            initial_load_in_hf=initial_load_in_hf,
-            initial_load_in_hf_quantized=initial_load_in_hf_quantized,
-            export=_export(export_dtype, export_keep),
-            keep_latest_k=keep_latest_k,
-            async_mode=async_mode,
-            load_only=load_only,
-            exclude_from_loading=tuple(exclude_from_loading),
-            durable=durable,
-        )
-        self._adapter = state_dict_adapter
-        self._thread_count, self._verifies = check_count(thread_count, "thread_count"), verify_checksums
-        self._parts = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self._states = _named_states(self._parts, optimizers, check_states(states))
-        unknown = sorted(set(exclude_from_loading) - self._states.keys())
-        if unknown:
-            raise ConfigError("no such state", got=unknown, expected=sorted(self._states), where="exclude_from_loading")
-        self._check_stager()
-        if enable:
-            try:
+        self._group = self._own_group()
+        with self._made_together():
+            check_flags(
+                enable=enable,
+                verify_checksums=verify_checksums,
+                last_save_in_safetensors_format=last_save_in_safetensors_format,
+                last_save_model_weights_only=last_save_model_weights_only,
+            )
+            in_hf = _either(last_save_in_hf, False, last_save_in_safetensors_format, "last_save_in_safetensors_format")
+            model_only = _either(
+                last_save_model_only, True, last_save_model_weights_only, "last_save_model_weights_only"
+            )
+            check_kind(
+                {} if hf_options is None else hf_options, Mapping, "hf_options", "name -> option of the HF writer"
+            )
+            # What the caller changes later is for others.
+            self._hf_options = {
+                name: copy.copy(value) if isinstance(value, Collection) else value
+                for name, value in (hf_options or {}).items()
+            }
+            if self._hf_options and not in_hf:
+                raise ConfigError("hf_options need last_save_in_hf", got=sorted(self._hf_options), where="hf_options")
+            start = None if initial_load_path is None else local_path(initial_load_path, "initial_load_path")
+            self.policy = CheckpointPolicy(
+                folder=local_path(folder, "folder"),
+                interval=interval,
+                enable_first_step_checkpoint=enable_first_step_checkpoint,
+                last_save_model_only=model_only,
+                last_save_in_hf=in_hf,
+                initial_load_path=start,
+                initial_load_model_only=initial_load_model_only,
+                initial_load_in_hf=initial_load_in_hf,
+                initial_load_in_hf_quantized=initial_load_in_hf_quantized,
+                export=_export(export_dtype, export_keep),
+                keep_latest_k=keep_latest_k,
+                async_mode=async_mode,
+                load_only=load_only,
+                exclude_from_loading=_names(exclude_from_loading),
+                durable=durable,
+            )
+            self._adapter = state_dict_adapter
+            self._thread_count, self._verifies = check_count(thread_count, "thread_count"), verify_checksums
+            self._parts = _modules(model)
+            self._states = _named_states(self._parts, optimizers, check_states(states))
+            unknown = sorted(set(self.policy.exclude_from_loading) - self._states.keys())
+            if unknown:
+                raise ConfigError(
+                    "no such state", got=unknown, expected=sorted(self._states), where="exclude_from_loading"
+                )
+            self._check_stager()
+            if enable:
                 self._set_up()
-            except BaseException:
-                # Nobody has the manager who could close it.
-                self.close()
-                raise
+
+    @contextmanager
+    def _made_together(self) -> Iterator[None]:
+        """Around what a construction does: what one rank refuses all ranks hear, and none waits for it later."""
+        try:
+            with all_or_none(self._group):
+                yield
+        except BaseException:
+            # Nobody has the manager who could close it.
+            self.close()
+            raise
+
+    def _own_group(self) -> dist.ProcessGroup | None:
+        # Text is no flag, which all ranks are to hear.
+        is_on = self.enable or isinstance(self.enable, str | bytes)
+        # Asynchronous saves exchange messages beside the training loop, whose groups they must not use.
+        return own_group() if is_on and several_ranks(None) is not None else None
 
     def _check_stager(self) -> None:
         mode = self.policy.async_mode
@@ -313,9 +336,6 @@ class CheckpointManager:
             )
 
     def _set_up(self) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # Asynchronous saves exchange messages beside the training loop, whose groups they must not use.
-            self._group = own_group()
         if self.policy.last_save_in_hf:
             # Its options are checked now, not hours later.
             self._hf_writer(self.policy.folder).close()
@@ -446,7 +466,11 @@ class CheckpointManager:
     def _saved(self, step: int) -> None:
         logger.info("step %d is saved in %s", step, self.policy.folder)
         if self._cleaner is not None:
-            self._cleaner.clean(step)
+            try:
+                self._cleaner.clean(step)
+            except Exception as error:
+                # The checkpoint is there, and the other ranks go on.
+                logger.warning("old checkpoints in %s stay until the next save: %s", self.policy.folder, error)
 
     def _failed(self, writer: Any) -> None:
         _discard(writer)
@@ -618,6 +642,21 @@ class CheckpointManager:
     def _set_model(self, state: State) -> None:
         for part in self._parts:
             set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
+
+
+def _modules(model: Any) -> list[torch.nn.Module]:
+    is_several = isinstance(model, Iterable) and not isinstance(model, torch.nn.Module | str | bytes)
+    parts = list(model) if is_several else [model]
+    if not all(isinstance(part, torch.nn.Module) for part in parts):
+        raise ConfigError("not a model", got=type(model).__name__, expected="a module, or its parts", where="model")
+    return parts
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    """Names that an option holds; text, whose letters would be names, is none. Raises ConfigError."""
+    if isinstance(given, str | bytes) or not isinstance(given, Collection) or not all(type(n) is str for n in given):
+        raise ConfigError("not names", got=given, expected="a sequence of names", where="exclude_from_loading")
+    return tuple(given)
 
 
 def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Mapping[str, Any]) -> dict[str, Any]:

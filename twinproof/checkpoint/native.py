@@ -6,6 +6,7 @@ the old metadata over new data. Here a native save is staged and shown at one in
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -473,16 +474,17 @@ def load_native(
     """
     group, reader, state = several_ranks(process_group), NativeStorageReader(path), State()
 
-    def targets() -> tuple[T, State]:
+    def targets() -> tuple[T, State, State]:
         first, found = begun()
         state.update(found)
         told = told_by(state, reader.names())
-        return first, with_memory(told, reader.read_metadata(), rank_count_of(group))
+        told = with_memory(told, reader.read_metadata(), rank_count_of(group))
+        return first, told, keys_as_text(told, "")
 
     try:
-        first, told = together(targets, group)
-        dcp.load(told, storage_reader=reader, process_group=process_group)
-        together(lambda: give_back(state, told), group)
+        first, told, asked = together(targets, group)
+        dcp.load(asked, storage_reader=reader, process_group=process_group)
+        together(lambda: give_back(state, with_own_keys(told, asked)), group)
         together(lambda: ended(first, state), group)
     except BaseException:
         for each in state.values():
@@ -515,3 +517,36 @@ def give_back(state: State, told: State) -> None:
             state[name].load_state_dict(told[name])
         else:
             state[name] = told[name]
+
+
+def keys_as_text(value: Any, path: str) -> Any:
+    """The same state, each key of a mapping as text: torch looks for what is no tensor under that name alone.
+
+    What has no other keys is the same object, in which torch puts what it loads. Raises PlanError for keys of one text.
+    """
+    if isinstance(value, Mapping):
+        made = {str(key): keys_as_text(each, f"{path}{key}.") for key, each in value.items()}
+        if len(made) < len(value):
+            got = sorted({repr(key) for key in value if not isinstance(key, str)})
+            expected = "keys that differ as text"
+            raise PlanError("keys that are one name in a checkpoint", got=got, expected=expected, where=path[:-1])
+        is_same = all(isinstance(key, str) and made[key] is each for key, each in value.items())
+        return value if is_same else made
+    if isinstance(value, list):
+        entries = [keys_as_text(each, f"{path}{place}.") for place, each in enumerate(value)]
+        return value if all(a is b for a, b in zip(entries, value, strict=True)) else entries
+    return value
+
+
+def with_own_keys(value: Any, loaded: Any) -> Any:
+    """What was loaded into ``keys_as_text`` of a state, under the keys of the state."""
+    if value is loaded:
+        return value
+    # A checkpoint of torch 2.3 or older has a whole mapping as one value, under its own keys.
+    if isinstance(value, Mapping) and isinstance(loaded, Mapping) and all(str(key) in loaded for key in value):
+        made: Any = copy.copy(value)
+        made.update({key: with_own_keys(each, loaded[str(key)]) for key, each in value.items()})
+        return made
+    if isinstance(value, list) and isinstance(loaded, list) and len(value) == len(loaded):
+        return [with_own_keys(a, b) for a, b in zip(value, loaded, strict=True)]
+    return loaded

@@ -40,6 +40,7 @@ __all__ = [
     "Leftover",
     "StagedFolder",
     "Staging",
+    "all_or_none",
     "build_index",
     "find_leftovers",
     "fsync_path",
@@ -536,3 +537,19 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
             raise failure
         raise_first(failures)
     return result
+
+
+@contextmanager
+def all_or_none(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """``together`` for the block inside."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+
+    def told() -> None:
+        if failure is not None:
+            raise failure
+
+    together(told, group)

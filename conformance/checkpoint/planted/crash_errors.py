@@ -48,9 +48,9 @@ def clearing_failure_raised(original: Any, staging: Any, folder: Any) -> Any:
 
 
 @fault(kills="CKPT-318", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter._make_group", of="fastimpl")
-def impatient_group(original: Callable[[Any], None], writer: Any) -> None:
+def impatient_group(original: Callable[[Any, bool], None], writer: Any, is_distributed: bool) -> None:
     """Ranks wait for a slow writer only 0.2 seconds."""
-    if writer.group is None and writer.options.save_distributed and dist.is_initialized() and dist.get_world_size() > 1:
+    if writer.group is None and is_distributed and dist.is_initialized() and dist.get_world_size() > 1:
         writer.group, writer._owns_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=0.2)), True
 
 
@@ -104,7 +104,7 @@ def publication_fails_unnamed(original: Any, staging: Any, index: Any) -> None:
 
 
 @fault(kills="CKPT-318", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter._make_group")
-def callers_group_used(original: Any, writer: Any) -> None:
+def callers_group_used(original: Any, writer: Any, is_distributed: bool) -> None:
     """A save waits in the caller's process group, with its timeout."""
     if writer.group is None and dist.is_initialized() and dist.get_world_size() > 1:
         writer.group = dist.group.WORLD

@@ -182,3 +182,15 @@ older_name_of_model_only_ignored = patched(
     ),
     kills="CKPT-801",
 )
+
+letters_are_names = patched(
+    "Text stands for the states that its letters name, and empty text for none.",
+    mutated(f"{_MANAGER}:_names", "isinstance(given, str | bytes) or not isinstance(given, Collection)", "False"),
+    kills="CKPT-811",
+)
+
+anything_is_a_part = patched(
+    "Whatever is given as a part of the model passes for one until it is saved.",
+    mutated(f"{_MANAGER}:_modules", "isinstance(part, torch.nn.Module) for part in parts", "parts"),
+    kills="CKPT-811",
+)

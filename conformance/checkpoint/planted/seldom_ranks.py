@@ -109,3 +109,33 @@ unread_messages_forgotten = patched(
     kills="CKPT-797",
     of="fastimpl",
 )
+writers_refuse_alone = patched(
+    "What one rank refuses of a writer it raises alone, and the others go on and wait for it.",
+    mutated(
+        f"{_DCP}:HuggingFaceStorageWriter.__init__",
+        "all_or_none(self.group if self._owns_group else None)",
+        "suppress()",
+    ),
+    kills="CKPT-809",
+)
+managers_refuse_alone = patched(
+    "What one rank refuses of a manager it raises alone, and the others go on and wait for it.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._made_together",
+        "with all_or_none(self._group):",
+        "if True:",
+    ),
+    kills="CKPT-809",
+)
+refused_writers_keep_their_groups = patched(
+    "A writer that is refused keeps the group that it has made.",
+    mutated(f"{_DCP}:HuggingFaceStorageWriter.__init__", "self.close()", "pass"),
+    kills="CKPT-809",
+)
+retention_ends_saves = patched(
+    "A save that cannot ask for retention fails on the rank that asks.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._saved", "except Exception as error:", "except () as error:"
+    ),
+    kills="CKPT-810",
+)

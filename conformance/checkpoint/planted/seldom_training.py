@@ -46,3 +46,18 @@ memory_for_anything = patched(
     ),
     kills="CKPT-792",
 )
+other_keys_keep_what_they_had = patched(
+    "What is no tensor is loaded beside the key that is no text, whose value stays as it was.",
+    mutated(f"{_NATIVE}:load_native", 'return first, told, keys_as_text(told, "")', "return first, told, told"),
+    kills="CKPT-808",
+)
+keys_stay_text = patched(
+    "What was loaded under keys that are no text is handed out under their text.",
+    mutated(f"{_NATIVE}:load_native", "with_own_keys(told, asked)", "asked"),
+    kills="CKPT-808",
+)
+one_of_two_keys = patched(
+    "Of two keys of one text the last one is loaded, without a word.",
+    mutated(f"{_NATIVE}:keys_as_text", "if len(made) < len(value):", "if False:"),
+    kills="CKPT-808",
+)

@@ -75,8 +75,8 @@ full_in_silence = patched(
     "A state that cannot take its values is an error of its rank alone.",
     mutated(
         "twinproof.checkpoint.native:load_native",
-        "together(lambda: give_back(state, told), group)",
-        "give_back(state, told)",
+        "together(lambda: give_back(state, with_own_keys(told, asked)), group)",
+        "give_back(state, with_own_keys(told, asked))",
     ),
     kills="CKPT-677",
 )
