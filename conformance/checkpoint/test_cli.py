@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -233,3 +234,54 @@ def test_bad_paths(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.Ca
             where = " ".join(words).replace(str(tmp_path), "").replace("n" * 300, "n...")
             _assert_named(impl, capsys, words, status, error, where)
     assert_equal(sorted(os.listdir(tmp_path)), before, where="what was made")
+
+
+# What a stream of each encoding shows of two names and of a byte that is no text.
+_SHOWN = {
+    "ascii": ("\\xe9", "\\u6f22", "\\udcff"),
+    "latin-1": ("é", "\\u6f22", "\\udcff"),
+    "utf-8": ("é", "漢", "\\udcff"),
+    "utf-16": ("é", "漢", "\\udcff"),
+    "none": ("é", "漢", "\\udcff"),
+}
+
+
+@requirement(
+    "CKPT-816",
+    "As text, names of tensors, files and folders that standard output cannot encode MUST be shown escaped, and all "
+    "others as they are, by every command; none MUST fail because of a name.",
+    needs=NEEDS,
+)
+@pytest.mark.parametrize("encoding", sorted(_SHOWN))
+def test_names_beyond_the_encoding(
+    impl: Any, checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    main = importlib.import_module(f"{impl.__name__}.checkpoint.__main__").main
+    byte = os.fsdecode(b"\xff")
+    accent, sign, shown = _SHOWN[encoding]
+    first, second = tmp_path / "first", tmp_path / "second"
+    save(checkpoint, {"é": torch.ones(1), "漢": torch.ones(1)}, first)
+    second.mkdir()
+    checkpoint.save_file({"é": torch.ones(2)}, second / f"{byte}.safetensors")
+    left = second / f".{byte}.saving-0123456789ab"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    line = "{:>12} {:<24} {}  [{}]\n".format
+    summed = {"é": torch.ones(1)}
+    checkpoint.save_file(summed, tmp_path / "summed.safetensors", checksums=True)
+    cases: dict[str, tuple[list[Path | str], int, str]] = {
+        "inspect": (["inspect", second], 0, line("F32", "[2]", accent, f"{shown}.safetensors")),
+        "verify": (["verify", tmp_path / "summed.safetensors"], 0, "ok: 1 tensors"),
+        "diff": (["diff", first, second], 1, f"{accent}: shape (1,) and (2,)\n{sign}: not in the second\n"),
+        "clean": (["clean", second], 0, f"delete   {second}/.{shown}.saving-0123456789ab  (saving of {shown}, "),
+    }
+    for where, (words, status, begin) in cases.items():
+        # Text in memory has no encoding.
+        has_none = encoding == "none"
+        stream = io.StringIO() if has_none else io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+        with monkeypatch.context() as patch, succeeds("the command", where=f"{where} in {encoding}"):
+            patch.setattr(sys, "stdout", stream)
+            code = main([*map(str, words)])
+        stream.seek(0)
+        said = stream.read()
+        assert_equal((code, said[: len(begin)]), (status, begin), where=f"{where} in {encoding}")

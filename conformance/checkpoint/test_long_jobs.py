@@ -446,7 +446,7 @@ def _make_while_others_connect(rank: Rank, folder: str) -> list[str]:
         "writer": lambda: checkpoint.HuggingFaceStorageWriter(folder),
         "manager": lambda: checkpoint.CheckpointManager(folder, model=torch.nn.Linear(2, 2), interval=9),
     }
-    new_group, barrier = dist.new_group, dist.barrier
+    new_group = dist.new_group
     found = list[str]()
     for count, (kind, make) in enumerate(makers.items(), 1):
         # The group and its store outlive this call.
@@ -458,11 +458,16 @@ def _make_while_others_connect(rank: Rank, folder: str) -> list[str]:
             found.append(store.get(name).decode())
             return made
 
-        def wait(*arguments: Any, name: str = name, **options: Any) -> Any:
-            store.set(name, "waits")
-            return barrier(*arguments, **options)
+        def waits(verb: Callable[..., Any], name: str = name) -> Callable[..., Any]:
+            def wait(*arguments: Any, **options: Any) -> Any:
+                store.set(name, "waits")
+                return verb(*arguments, **options)
 
-        changed = {"new_group": make_group} if rank.rank == 1 else {"barrier": wait}
+            return wait
+
+        changed = {"barrier": waits(dist.barrier), "all_reduce": waits(dist.all_reduce)}
+        if rank.rank == 1:
+            changed = {"new_group": make_group}
         with pytest.MonkeyPatch.context() as patch:
             for attribute, value in changed.items():
                 patch.setattr(dist, attribute, value)

@@ -26,10 +26,12 @@ from conformance.checkpoint.cases import (
     load_with,
     oracle,
     save,
+    save_ranks,
     zeros_like,
 )
 from conformance.checkpoint.trainer import alone
 from conformance.harness import (
+    Rank,
     assert_equal,
     assert_same_bytes,
     assert_same_tensor,
@@ -38,6 +40,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
+from conformance.harness.raising import errors_inside
 from twinproof.errors import FormatError, MissingKeyError, PlanError, TwinproofError, UnsupportedError
 
 NEEDS = ("staged_copies",)
@@ -327,3 +330,65 @@ def test_parts_outside(checkpoint: Any, tmp_path: Path) -> None:
     planner.set_up_planner({"w": torch.ones(2), "x": torch.ones(2)})
     with raises(MissingKeyError, mentions=("not in the checkpoint", "w", "x"), where="no checkpoint"):
         planner.create_local_plan()
+
+
+class _Late(DefaultSavePlanner):
+    """Changes its mind when the save is planned: about its last plan, or about everything that it holds."""
+
+    def __init__(self, change: Callable[[list[WriteItem]], object], *, of_all: bool = False) -> None:
+        super().__init__()
+        self.change, self.of_all, self.held = change, of_all, list[WriteItem]()
+
+    def create_local_plan(self) -> SavePlan:
+        made = super().create_local_plan()
+        self.held = made.items
+        return made
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        finished = super().finish_plan(new_plan)
+        self.change(self.held if self.of_all else finished.items)
+        return finished
+
+
+@requirement(
+    "CKPT-814",
+    "A planner whose last plan has fewer or more items than were planned MUST be refused by name, with both numbers, "
+    "in every layout: a checkpoint with bytes that nobody wrote is never shown.",
+)
+def test_items_lost_at_last(checkpoint: Any, tmp_path: Path) -> None:
+    changes: dict[str, tuple[Callable[[list[WriteItem]], object], int]] = {
+        "the first left out": (lambda items: items.pop(0), 2),
+        "the last left out": (lambda items: items.pop(), 2),
+        "none": (lambda items: items.clear(), 0),
+        "one twice": (lambda items: items.append(items[0]), 4),
+    }
+    for options in ({}, {"enable_consolidation": False}, {"single_file": True}):
+        for where, (change, count) in changes.items():
+            said = (f"got: {count} items", "expected: 3 items", "where: finish_plan")
+            with raises(PlanError, mentions=said, where=f"{where}, {options}"):
+                save(checkpoint, STATE, tmp_path / "ck", planner=_Late(change), **options)
+            assert_equal(list(tmp_path.iterdir()), [], where=f"what was made, {where}, {options}")
+
+
+def _lose_replicas(rank: Rank, path: str) -> list[str]:
+    planner = _Late(lambda items: items.clear(), of_all=rank.rank == 1)
+    planner.change = planner.change if rank.rank == 1 else lambda items: None
+    try:
+        save_ranks(rank, {"w": torch.ones(64, 64)}, Path(path), planner=planner, block_bytes=64)
+    except BaseException as error:
+        return [f"{type(each).__name__}: {each}" for each in errors_inside(error)]
+    return []
+
+
+@requirement(
+    "CKPT-815",
+    "Where a rank no longer has a replica that it is to write, it MUST be a named error of the tensor, told to all "
+    "ranks, and nothing be left.",
+    needs=("balanced_writes",),
+)
+def test_lost_replicas(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for rank, texts in enumerate(rank_pool.run(_lose_replicas, 2, str(tmp_path / "ck"))):
+        wanted = "PlanError: this rank lacks a replica" if rank == 1 else "DistributedError: another rank failed"
+        is_told = any(text.startswith(wanted) and ("where: w" in text or rank == 0) for text in texts)
+        assert_equal(is_told, True, where=f"rank {rank} is told {wanted}, of {[text[:200] for text in texts]}")
+    assert_equal(list(tmp_path.iterdir()), [], where="what is left")

@@ -28,10 +28,12 @@ from conformance.checkpoint.cases import (
     oracle,
     random_bits,
     save,
+    save_ranks,
     save_with,
     tiled,
 )
 from conformance.harness import (
+    Rank,
     assert_equal,
     assert_same_bytes,
     assert_same_tensors,
@@ -39,9 +41,10 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
-from twinproof.checkpoint import catalog, publish
+from conformance.harness.raising import errors_inside
+from twinproof.checkpoint import catalog, publish, shards
 from twinproof.checkpoint.catalog import Part
-from twinproof.checkpoint.format import lay_out
+from twinproof.checkpoint.format import lay_out, read_header
 from twinproof.checkpoint.shards import MergeJob
 from twinproof.errors import CorruptionError, FormatError, PlanError, StorageError
 
@@ -491,3 +494,129 @@ def test_files_of_leftovers_that_vanish(checkpoint: Any, tmp_path: Path, monkeyp
         save(checkpoint, STATE, tmp_path / "ck")
     monkeypatch.undo()
     assert_loads(checkpoint, tmp_path / "ck", STATE)
+
+
+def _save_shards_of(rank: Rank, path: str, holders: tuple[int, ...], options: dict[str, Any]) -> None:
+    # Each rank has a name of its own, and what it has not nobody has.
+    state = {f"r{rank.rank}": torch.full((3,), rank.rank)} if rank.rank in holders else {}
+    with succeeds("a save", where=f"rank {rank.rank} of those with tensors, {holders}"):
+        save_ranks(rank, state, Path(path), enable_consolidation=False, **options)
+
+
+def _assert_nothing(checkpoint: Any, folder: Path, where: str) -> None:
+    """A folder of shards without tensors is loaded, verified, found and merged as one."""
+    with succeeds("what reads a checkpoint", where=where):
+        load(checkpoint, {}, folder)
+        found = catalog.verify(folder)
+        kind = checkpoint.detect_format(folder)
+        checkpoint.consolidate_safetensors_files(folder, folder.with_name(f"{folder.name}-merged"))
+    assert_equal((found.checked, found.unchecked, kind.name), ((), (), "HF"), where=where)
+    assert_folder(folder.with_name(f"{folder.name}-merged"), {FILE: []}, {})
+    with raises(RuntimeError, mentions=("w",), where=f"{where}: a name"):
+        load(checkpoint, {"w": torch.ones(1)}, folder)
+
+
+@requirement(
+    "CKPT-812",
+    "Shards of a state without tensors on any rank MUST be one file without tensors, which is loaded, verified, found "
+    "and merged as a checkpoint of none; a rank without tensors beside others with some MUST write no file.",
+)
+def test_shards_of_nothing(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    options: tuple[dict[str, Any], ...] = ({}, {"checksums": True}, {"fqn_to_index_mapping": {}}, {"page_align": True})
+    name = "shard-0000{}-model-00001-of-00001.safetensors".format
+    for number, given in enumerate(options):
+        folder = tmp_path / f"alone-{number}"
+        # Over an old one, too.
+        for state in ({}, {"w": torch.ones(2)}, {}) if "fqn_to_index_mapping" not in given else ({},):
+            save(checkpoint, state, folder, enable_consolidation=False, **given)
+        assert_equal(os.listdir(folder), [name(1)], where=f"files of one process, {given}")
+        _assert_nothing(checkpoint, folder, f"one process, {given}")
+    for holders in ((), (0,), (1,), (2,), (0, 2)):
+        folder = tmp_path / f"ranks-{len(holders)}-{holders[:1]}"
+        rank_pool.run(_save_shards_of, 3, str(folder), holders, {})
+        expected = [name(rank + 1) for rank in holders or (0,)]
+        assert_equal(sorted(os.listdir(folder)), expected, where=f"files where ranks {holders} have tensors")
+        if holders:
+            assert_loads(checkpoint, folder, {f"r{rank}": torch.full((3,), rank) for rank in holders})
+        else:
+            _assert_nothing(checkpoint, folder, "three ranks")
+
+
+def _others_at(path: Path) -> dict[str, Callable[[], object]]:
+    """Ways to put something else in the place of a file of one matrix ``w`` [60, 8]."""
+
+    def put(state: dict[str, torch.Tensor]) -> None:
+        path.unlink(missing_ok=True)
+        safetensors.torch.save_file(state, path)
+
+    def to_folder() -> None:
+        path.unlink(missing_ok=True)
+        path.mkdir(exist_ok=True)
+
+    return {
+        "another name": lambda: put({"x": torch.ones(1)}),
+        "another rank": lambda: put({"w": torch.ones(60 * 8)}),
+        "another shape": lambda: put({"w": torch.ones(8, 60)}),
+        "fewer rows": lambda: put({"w": torch.ones(6, 8)}),
+        "another dtype": lambda: put({"w": torch.ones(60, 8, dtype=torch.float64)}),
+        "half": lambda: os.truncate(path, path.stat().st_size // 2 if path.stat().st_size > 1000 else 0),
+        "nothing in it": lambda: os.truncate(path, 0),
+        "gone": lambda: path.unlink(missing_ok=True),
+        "a folder": to_folder,
+    }
+
+
+def _other() -> None:
+    raise CorruptionError("another file", where="a")
+
+
+@requirement(
+    "CKPT-813",
+    "A file that is gone, another one or shorter when it is read, after its header was, MUST be a named error of the "
+    "file, whatever reads it: a reader, load_file or a merge; a target's own failure MUST stay what it is.",
+)
+def test_other_files_when_read(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, folder = {"w": random_bits(torch.float32, (60, 8), 1)}, tmp_path / "ck"
+    path, named = folder / "f.safetensors", (CorruptionError, StorageError)
+
+    def after(real: Any, action: Callable[[], object]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            found = real(*arguments, **options)
+            action()
+            return found
+
+        return call
+
+    for what, action in _others_at(path).items():
+        for way in ("a reader", "load_file", "a merge"):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            checkpoint.save_file(state, path)
+            with monkeypatch.context() as patch, raises(named, mentions=(path.name,), where=f"{what}, {way}"):
+                if way == "a reader":
+                    load(checkpoint, {"w": torch.zeros(60, 8)}, folder, planner=_Meanwhile(action))
+                elif way == "load_file":
+                    patch.setattr(shards, "read_header", after(read_header, action))
+                    checkpoint.load_file(path)
+                else:
+                    patch.setattr(shards, "StagedFolder", after(publish.StagedFolder, action))
+                    checkpoint.consolidate_safetensors_files(folder, tmp_path / "out")
+        assert_equal((tmp_path / "out").exists(), False, where=f"{what}: what was merged")
+    for name, error in (("a", StorageError), ("b", CorruptionError)):
+        with (
+            raises(error, mentions=("where: a",), where=f"a file that is gone, {name}"),
+            publish.reading(["a"], _other),
+        ):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    shutil.rmtree(folder)
+    save(checkpoint, state, folder)
+
+    def full(done_bytes: int, total_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a log")
+
+    found: list[str] = []
+    try:
+        load(checkpoint, {"w": torch.zeros(60, 8)}, folder, progress=full)
+    except BaseException as error:
+        found = [type(each).__name__ for each in errors_inside(error)]
+    assert_equal(("OSError" in found, "StorageError" in found), (True, False), where=f"of progress: {found}")

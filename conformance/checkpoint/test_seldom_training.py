@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from conformance.checkpoint.trainer import Counter, Trainer, alone
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
+from twinproof.checkpoint.native import with_own_keys
 from twinproof.errors import ConfigError, PlanError
 
 
@@ -227,6 +228,9 @@ def _keyed(number: int) -> dict[Any, Any]:
         "list": [torch.tensor([number]), {5: number, "deep": [{6: number}, number]}],
         "grouped": grouped,
         "empty": {},
+        # Lists without tensors are one value each, whatever stands there.
+        11: [f"{number}"] * number,
+        12: [number] if number > 5 else number,
     }
 
 
@@ -261,6 +265,7 @@ def test_keys_of_states(checkpoint: Any, tmp_path: Path) -> None:
                     checkpoint.load_training(path, trainer.model, trainer.optimizer, **given)
         assert_equal(_shown(states[1].value), _shown(_keyed(4)), where=where)
         assert_equal(getattr(states[1].value["grouped"], "said", None), "more", where=f"{where}: beside the entries")
+    assert_equal(with_own_keys({0: 1, "a": 2}, {0: 7, "a": 8}), {0: 7, "a": 8}, where="a mapping that is one value")
     twins = _Any({"in": {3: 1, "3": 2}})
     trainer = Trainer(3)
     with alone(), raises(BaseException, mentions=("in.3",), where="a save"):

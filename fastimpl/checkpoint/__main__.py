@@ -39,6 +39,12 @@ from twinproof.checkpoint.publish import Leftover, find_leftovers, remove_leftov
 from twinproof.errors import MissingCheckpointError, TwinproofError, UnsupportedError
 
 
+def _say(text: str) -> None:
+    """A line to standard output; what that cannot encode is escaped: names may be any text, and paths any bytes."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
 def _facts(path: Path) -> dict[str, Any]:
     catalog = read_catalog(path)
     tensors = {
@@ -69,8 +75,8 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
     facts = _facts(options.path)
     if not options.json:
         for name, tensor in facts["tensors"].items():
-            print(f"{tensor['dtype']:>12} {tensor['shape']!s:<24} {name}  [{tensor['file']}]")
-        print(f"{len(facts['tensors'])} tensors, {facts['payload_bytes']} bytes, {len(facts['files'])} files")
+            _say(f"{tensor['dtype']:>12} {tensor['shape']!s:<24} {name}  [{tensor['file']}]")
+        _say(f"{len(facts['tensors'])} tensors, {facts['payload_bytes']} bytes, {len(facts['files'])} files")
     return facts
 
 
@@ -82,9 +88,10 @@ def _verify(options: argparse.Namespace) -> dict[str, Any]:
     warnings = [] if declared in (None, facts["payload_bytes"]) else [f"the index declares {declared} bytes"]
     found = verify(options.path, crc=ops.crc32, thread_count=options.threads, progress=_progress(options.json))
     if not options.json:
-        print(f"ok: {len(facts['tensors'])} tensors, {facts['payload_bytes']} bytes, {len(facts['files'])} files")
-        print(found)
-        print("".join(f"warning: {text}\n" for text in warnings), end="")
+        _say(f"ok: {len(facts['tensors'])} tensors, {facts['payload_bytes']} bytes, {len(facts['files'])} files")
+        _say(str(found))
+        for text in warnings:
+            _say(f"warning: {text}")
     return {
         "path": facts["path"],
         "ok": True,
@@ -113,8 +120,8 @@ def _diff(options: argparse.Namespace) -> dict[str, Any]:
         side.check_unchanged()
     if not options.json:
         for name, difference in differences.items():
-            print(f"{name}: {difference}")
-        print(f"{len(names) - len(differences)} tensors equal, {len(differences)} differ")
+            _say(f"{name}: {difference}")
+        _say(f"{len(names) - len(differences)} tensors equal, {len(differences)} differ")
     return {"path": str(options.path), "other": str(options.other), "ok": not differences, "differences": differences}
 
 
@@ -159,8 +166,8 @@ def _clean(options: argparse.Namespace) -> dict[str, Any]:
     if not options.json:
         for each in found:
             why = "delete" if each in old else f"keep: {_why_kept(each)}"
-            print(f"{why:8} {each.path}  ({each.kind} of {each.target.name}, {each.age_s / 3600:.1f} hours old)")
-        print(f"{len(found)} leftovers, {len(old)} to delete" + ("" if options.delete else "; --delete deletes them"))
+            _say(f"{why:8} {each.path}  ({each.kind} of {each.target.name}, {each.age_s / 3600:.1f} hours old)")
+        _say(f"{len(found)} leftovers, {len(old)} to delete" + ("" if options.delete else "; --delete deletes them"))
     for each in old if options.delete else ():
         remove_leftover(each)
     deleted = [str(each.path) for each in old] if options.delete else []

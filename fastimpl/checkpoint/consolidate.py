@@ -271,7 +271,7 @@ def consolidate_with_progress(
     *,
     num_threads: int,
     max_shard_size: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress,
 ) -> None:
     """``consolidate_safetensors_files`` that also splits by size and calls ``progress(done_bytes, total_bytes)``."""
     shards.consolidate(

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -222,7 +222,16 @@ def _items(plan: RankPlan, items: Sequence[WriteItem], local_items: Sequence[Wri
     """Plan item number -> write item, for every item that the plan uses."""
     by_chunk = {_chunk_of(item): item for item in local_items} if plan.replicas else {}
     used = dict.fromkeys(piece.item for piece in plan.pieces)
-    return {number: items[number] if number >= 0 else by_chunk[plan.replicas[-1 - number]] for number in used}
+    return {number: items[number] if number >= 0 else _replica(plan.replicas[-1 - number], by_chunk) for number in used}
+
+
+def _replica(
+    chunk: tuple[str, tuple[int, ...]], by_chunk: Mapping[tuple[str, tuple[int, ...]], WriteItem]
+) -> WriteItem:
+    if chunk not in by_chunk:
+        got, expected = f"nothing at {list(chunk[1])}", "the chunk that this rank had when the save was planned"
+        raise PlanError("this rank lacks a replica that it is to write", got=got, expected=expected, where=chunk[0])
+    return by_chunk[chunk]
 
 
 def _by_turn(

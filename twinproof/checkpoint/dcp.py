@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
     TensorProperties,
@@ -62,6 +61,7 @@ from twinproof.checkpoint.catalog import (
     sums_of,
     to_text,
 )
+from twinproof.checkpoint.described import MetadataChunks, UnreadMetadata
 from twinproof.checkpoint.format import INDEX_NAME, StrPath, local_path, overlaps_itself, torch_dtype
 from twinproof.checkpoint.plan import (
     Arrangement,
@@ -72,6 +72,7 @@ from twinproof.checkpoint.plan import (
     WriterOptions,
     arrange,
     check_count,
+    check_item_count,
     check_local_plan,
     check_told,
     checksums,
@@ -90,6 +91,7 @@ from twinproof.checkpoint.publish import (
     own_group,
     raise_first,
     rank_count_of,
+    reading,
     scatter,
     several_ranks,
 )
@@ -198,34 +200,29 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         self.group, self._owns_group = process_group, False
         # Text is no flag, which all ranks are to hear.
         self._make_group(bool(save_distributed) or isinstance(save_distributed, str | bytes))
-        try:
-            # Of what one rank refuses the others hear here, and wait for it nowhere else.
-            with all_or_none(self.group if self._owns_group else None):
-                self.options = WriterOptions.make(
-                    path,
-                    mapping=fqn_to_index_mapping,
-                    thread_count=thread_count,
-                    thread_count_consolidation=thread_count_consolidation,
-                    max_shard_size=max_shard_size,
-                    metadata=metadata,
-                    export_dtype=export_dtype,
-                    export_keep=export_keep,
-                    single_file=single_file,
-                    save_distributed=save_distributed,
-                    enable_consolidation=enable_consolidation,
-                    durable=durable,
-                    overwrite=overwrite,
-                    page_align=page_align,
-                    check_replicas=check_replicas,
-                    write_mode=write_mode,
-                    block_bytes=block_bytes,
-                    checksums=checksums,
-                    progress=progress,
-                )
-        except BaseException:
-            # Nobody has the writer who could close it.
-            self.close()
-            raise
+        # Of what one rank refuses the others hear here, and wait for it nowhere else.
+        with all_or_none(self.group if self._owns_group else None, self.close):
+            self.options = WriterOptions.make(
+                path,
+                mapping=fqn_to_index_mapping,
+                thread_count=thread_count,
+                thread_count_consolidation=thread_count_consolidation,
+                max_shard_size=max_shard_size,
+                metadata=metadata,
+                export_dtype=export_dtype,
+                export_keep=export_keep,
+                single_file=single_file,
+                save_distributed=save_distributed,
+                enable_consolidation=enable_consolidation,
+                durable=durable,
+                overwrite=overwrite,
+                page_align=page_align,
+                check_replicas=check_replicas,
+                write_mode=write_mode,
+                block_bytes=block_bytes,
+                checksums=checksums,
+                progress=progress,
+            )
         self.path = self.options.path
         self._made_by = os.getpid(), threading.get_ident()
         self.save_id = uuid.uuid4().hex
@@ -405,9 +402,10 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         Raises ConfigError where this rank asks for another save than the coordinator.
         """
         begun_s = time.perf_counter()
-        instruction, folder, told = self._instructed(planner)
+        instruction, folder, told, planned_count = self._instructed(planner)
         # What follows is not the same on ranks whose options differ, and they would wait for each other.
         self._settled(lambda: check_told([told, self.options.told(self.path)]))
+        self._settled(lambda: check_item_count(plan, planned_count))
         if self.options.check_replicas:
             self._settled(lambda: self._check_replicas(planner))
         prepared = self._settled(lambda: self._prepared(plan, planner, instruction, folder, begun_s))
@@ -435,7 +433,9 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         places: Mapping[str, tuple[str, int]] = {}
         if self.options.writes_shards:
             file_bytes, crc = self._engine.file_bytes, type(self)._crc32
-            places = write_shards(folder, file_bytes, self.rank, plan.items, planner, self.options, crc)
+            # Where no rank has a tensor one file says so: a folder without any would be none.
+            is_needed = self.arrangement is not None and not self.arrangement.tensors
+            places = write_shards(folder, file_bytes, self.rank, plan.items, planner, self.options, crc, is_needed)
         else:
             parts = self._engine.write(prepared)
         return [self._result(item, places) for item in plan.items], parts
@@ -488,10 +488,10 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             return self._held(planner)
         return ()
 
-    def _instructed(self, planner: SavePlanner) -> tuple[Any, StagedFolder, dict[str, Any]]:
+    def _instructed(self, planner: SavePlanner) -> tuple[Any, StagedFolder, dict[str, Any], int]:
         """Coordinator: lay out, make the staging folder. Every rank: receive its part, or the coordinator's error.
 
-        With it comes what the coordinator asks for.
+        With it come what the coordinator asks for, and how many items this rank was planned to write.
         """
         messages: list[Any] = []
         failure: BaseException | None = None
@@ -507,7 +507,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             raise failure
         if isinstance(received, BaseException):
             raise_first([received])
-        result: tuple[Any, StagedFolder, dict[str, Any]] = received
+        result: tuple[Any, StagedFolder, dict[str, Any], int] = received
         return result
 
     def _instructions(self, planner: SavePlanner, rank_count: int) -> list[Any]:
@@ -518,10 +518,12 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         )
         try:
             folder, told = StagedFolder(self.staging.folder, self.options.durable), options.told(self.path)
-            if self.options.writes_shards:
-                return [(None, folder, told)] * rank_count
-            plan = GlobalPlan(arrangement, self._announced, rank_count, self.options, folder)
-            return [(instruction, folder, told) for instruction in self._engine.instruct(plan)]
+            counts = arrangement.item_counts(rank_count)
+            instructions: Sequence[Any] = [None] * rank_count
+            if not self.options.writes_shards:
+                plan = GlobalPlan(arrangement, self._announced, rank_count, self.options, folder)
+                instructions = self._engine.instruct(plan)
+            return [(part, folder, told, count) for part, count in zip(instructions, counts, strict=True)]
         except BaseException:
             self.staging.discard()
             raise
@@ -580,42 +582,6 @@ def _is_local(path: str | os.PathLike[str]) -> bool:
     except ConfigError:
         return False
     return True
-
-
-class MetadataChunks(Sequence[ChunkStorageMetadata]):
-    """The chunks of a tensor as DCP wants them, made when a planner looks: most tensors of a shard folder never are."""
-
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self._chunks = chunks
-        self._made: list[ChunkStorageMetadata] | None = None
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._all()[index]
-
-    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
-        # Planners do this several times for each tensor; what a Sequence inherits asks for one index after the other.
-        return iter(self._all())
-
-    def _all(self) -> list[ChunkStorageMetadata]:
-        if self._made is None:
-            self._made = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in self._chunks]
-        return self._made
-
-
-class UnreadMetadata(Metadata):
-    """Stands for metadata that could not be read; any look at it raises the error."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__({})
-        self.error = error
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("state_dict_metadata", "planner_data", "storage_data"):
-            raise self.error
-        return super().__getattribute__(name)
 
 
 class HuggingFaceStorageReader(StorageReader):
@@ -745,7 +711,7 @@ class HuggingFaceStorageReader(StorageReader):
         targets = self.targets(plan, planner)
         ranges = [self._range(item, target) for item, target in targets]
         meter = Meter(self.progress, sum(wanted.size_bytes for wanted in ranges))
-        self._engine.read(LoadJob(ranges, self.thread_count, begun_s, meter))
+        self._read(LoadJob(ranges, self.thread_count, begun_s, meter))
         if self.verify_checksums:
             self.unverified = check_loaded(self.catalog, ranges, type(self)._crc32, self.path, self.thread_count)
         self.catalog.check_unchanged(wanted.chunk.file for wanted in ranges)
@@ -754,6 +720,11 @@ class HuggingFaceStorageReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read(self, job: LoadJob) -> None:
+        files = list(dict.fromkeys(wanted.chunk.file for wanted in job.ranges))
+        with reading(files, lambda: self.catalog.check_unchanged(files)):
+            self._engine.read(job)
 
     def _range(self, item: ReadItem, target: torch.Tensor) -> StoredRange:
         index = item.storage_index
@@ -1073,7 +1044,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         scales, scale_ranges = stored_ranges(
             form.scales, self.catalog.tensors[form.scales], low, tuple(h - o for h, o in zip(high, low, strict=True))
         )
-        self._engine.read(LoadJob([*value_ranges, *scale_ranges], 1, time.perf_counter()))
+        self._read(LoadJob([*value_ranges, *scale_ranges], 1, time.perf_counter()))
         piece = Piece(form.kind, values, scales, (first[0], first[1]), block)
         # Rounded to the target dtype on the way, as a tensor of that dtype would be.
         is_seen = part.target.dtype == self.target_dtype or self.target_dtype == torch.float32

@@ -485,9 +485,10 @@ def _check_cover(entries: dict[str, Entry], data_bytes: int, where: str) -> None
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         place = f"{where}: tensor {name!r}"
-        if entry.begin != position:
-            kind = "overlap" if entry.begin < position else "hole"
-            raise FormatError(f"the data section has a {kind}", got=entry.begin, expected=position, where=place)
+        if entry.begin < position:
+            raise FormatError("the data section has an overlap", got=entry.begin, expected=position, where=place)
+        if entry.begin > position:
+            raise FormatError("the data section has a hole", got=entry.begin, expected=position, where=place)
         position = entry.end
         if position > data_bytes:
             raise FormatError("a tensor lies beyond the file", got=entry.end, expected=data_bytes, where=place)

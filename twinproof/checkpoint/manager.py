@@ -16,8 +16,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -257,7 +256,8 @@ class CheckpointManager:
         self._own_stager: DefaultStager | None = None
         self._cleaner: _Cleaner | None = None
         self._group = self._own_group()
-        with self._made_together():
+        # Of what one rank refuses the others hear here, and wait for it nowhere else.
+        with all_or_none(self._group, self.close):
             check_flags(
                 enable=enable,
                 verify_checksums=verify_checksums,
@@ -308,17 +308,6 @@ class CheckpointManager:
             self._check_stager()
             if enable:
                 self._set_up()
-
-    @contextmanager
-    def _made_together(self) -> Iterator[None]:
-        """Around what a construction does: what one rank refuses all ranks hear, and none waits for it later."""
-        try:
-            with all_or_none(self._group):
-                yield
-        except BaseException:
-            # Nobody has the manager who could close it.
-            self.close()
-            raise
 
     def _own_group(self) -> dist.ProcessGroup | None:
         # Text is no flag, which all ranks are to hear.

@@ -543,7 +543,7 @@ def with_own_keys(value: Any, loaded: Any) -> Any:
     if value is loaded:
         return value
     # A checkpoint of torch 2.3 or older has a whole mapping as one value, under its own keys.
-    if isinstance(value, Mapping) and isinstance(loaded, Mapping) and all(str(key) in loaded for key in value):
+    if isinstance(value, Mapping) and all(str(key) in loaded for key in value):
         made: Any = copy.copy(value)
         made.update({key: with_own_keys(each, loaded[str(key)]) for key, each in value.items()})
         return made

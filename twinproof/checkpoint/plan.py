@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -86,6 +87,7 @@ __all__ = [
     "arrange",
     "assign_files",
     "check_count",
+    "check_item_count",
     "check_local_plan",
     "check_mapping",
     "check_told",
@@ -754,6 +756,11 @@ class Arrangement:
         """Tensor name -> file name."""
         return {name: tensor.file for name, tensor in self.tensors.items()}
 
+    def item_counts(self, rank_count: int) -> list[int]:
+        """How many items each rank writes."""
+        found = Counter(rank for tensor in self.tensors.values() for rank, _, _ in tensor.parts)
+        return [found[rank] for rank in range(rank_count)]
+
     @property
     def total_size_bytes(self) -> int:
         """Payload of all tensors, headers not counted."""
@@ -782,6 +789,17 @@ def check_local_plan(plan: SavePlan) -> None:
             raise UnsupportedError(
                 "only strided tensors can be stored", got=item.tensor_data.properties.layout, where=item.index.fqn
             )
+
+
+def check_item_count(plan: SavePlan, planned_count: int) -> None:
+    """Refuse a plan that has changed since the checkpoint was laid out by it: bytes would be missing. PlanError."""
+    if len(plan.items) != planned_count:
+        raise PlanError(
+            "the planner's last plan has not the items that were planned",
+            got=f"{len(plan.items)} items",
+            expected=f"{planned_count} items",
+            where="finish_plan",
+        )
 
 
 def _collect(plans: Sequence[SavePlan], options: WriterOptions) -> dict[str, GlobalTensor]:

@@ -16,7 +16,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ __all__ = [
     "group_to_save_in",
     "raise_first",
     "rank_count_of",
+    "reading",
     "remove_leftover",
     "scatter",
     "several_ranks",
@@ -447,6 +448,28 @@ def own_group() -> dist.ProcessGroup:
 
 
 @contextmanager
+def reading(files: Collection[str], check: Callable[[], object]) -> Iterator[None]:
+    """Around what reads files whose headers are known: an error that comes of other files there is told as that.
+
+    Args:
+        files: paths as they are opened.
+        check: raises where the files are no longer those whose headers were read.
+
+    Raises:
+        StorageError: the system refused one of the files. CorruptionError: ``check``'s.
+    """
+    try:
+        yield
+    except TwinproofError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename in files:
+            raise storage_error(error, "reading", error.filename) from error
+        check()
+        raise
+
+
+@contextmanager
 def group_to_save_in(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
     """The group for a save by the ranks of a group: for all ranks one of their own, for some of them theirs.
 
@@ -540,8 +563,8 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 @contextmanager
-def all_or_none(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """``together`` for the block inside."""
+def all_or_none(group: dist.ProcessGroup | None, undo: Callable[[], object]) -> Iterator[None]:
+    """``together`` for the block inside; ``undo`` on every rank where it fails on any."""
     failure: BaseException | None = None
     try:
         yield
@@ -552,4 +575,8 @@ def all_or_none(group: dist.ProcessGroup | None) -> Iterator[None]:
         if failure is not None:
             raise failure
 
-    together(told, group)
+    try:
+        together(told, group)
+    except BaseException:
+        undo()
+        raise

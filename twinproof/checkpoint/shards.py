@@ -66,6 +66,7 @@ from twinproof.checkpoint.publish import (
     build_index,
     gather_first,
     rank_count_of,
+    reading,
     scatter,
     several_ranks,
     together,
@@ -139,7 +140,8 @@ def load_file(
         start = (0,) * len(shape)
         chunk = Chunk(start, shape, path, header.data_start + entry.begin)
         ranges.append(StoredRange(name, chunk, dtype, start, shape, result[name]))
-    engine.read(LoadJob(ranges, thread_count, begun_s))
+    with reading([path], lambda: check_unchanged(path, header)):
+        engine.read(LoadJob(ranges, thread_count, begun_s))
     check_unchanged(path, header)
     return result
 
@@ -177,14 +179,17 @@ def write_shards(
     planner: SavePlanner,
     options: WriterOptions,
     crc: Crc32 = crc32,
+    is_needed: bool = False,
 ) -> dict[str, tuple[str, int]]:
     """Write this rank's shard files; returns the file of each tensor, and its offset there.
+
+    With ``is_needed`` a rank without tensors writes a file without tensors.
 
     Raises:
         PlanError: two chunks of one tensor on a rank. StorageError.
     """
     mapping = options.mapping
-    groups: dict[int, list[_Shard]] = {}
+    groups: dict[int, list[_Shard]] = {1: []} if is_needed else {}
     for shard in [_shard(item, planner, options) for item in items]:
         groups.setdefault(1 if mapping is None else mapping[shard.name], []).append(shard)
     count = 1 if mapping is None else max(mapping.values(), default=1)
@@ -295,6 +300,11 @@ def _show(made: Sequence[Staging], job: MergeJob, everyone: Sequence[Sequence[Pa
         staging.publish(_checked_index(job, parts, source) if job.checksums else _index_of(job.catalog, job.layouts))
 
 
+def _merged(merge: Merge, job: MergeJob, folder: StagedFolder) -> Sequence[Part]:
+    with reading(job.catalog.headers, job.catalog.check_unchanged):
+        return merge(job, folder)
+
+
 def _checked(mapping: Mapping[str, int] | None, max_shard_size: int | None, num_threads: int) -> dict[str, int] | None:
     """The mapping. Raises ConfigError for what cannot be honoured."""
     if mapping is not None and max_shard_size is not None:
@@ -361,7 +371,7 @@ def consolidate(
         together(lambda: made.append(Staging(target)) if rank == 0 else None, together_with)
         folder = scatter([staging.folder for staging in made] * rank_count, together_with)
         job = MergeJob(catalog, layouts, rank, rank_count, num_threads, is_summed)
-        parts = together(lambda: merge(job, StagedFolder(folder, durable=True)), together_with)
+        parts = together(lambda: _merged(merge, job, StagedFolder(folder, durable=True)), together_with)
         together(catalog.check_unchanged, together_with)
         everyone = gather_first(parts, together_with) if is_summed else []
         together(lambda: _show(made, job, everyone, source), together_with)

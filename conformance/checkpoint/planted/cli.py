@@ -55,3 +55,15 @@ what_is_no_folder_is_cleaned = patched(
     mutated("fastimpl.checkpoint.__main__:_clean", "if not options.path.is_dir():", "if False:"),
     kills="CKPT-800",
 )
+names_fail_commands = patched(
+    "A name that standard output cannot encode ends the command.",
+    mutated("fastimpl.checkpoint.__main__:_say", 'text.encode(encoding, "backslashreplace").decode(encoding)', "text"),
+    kills="CKPT-816",
+    of="fastimpl",
+)
+names_are_ascii = patched(
+    "Every name is shown as ASCII.",
+    mutated("fastimpl.checkpoint.__main__:_say", 'getattr(sys.stdout, "encoding", None) or "utf-8"', '"ascii"'),
+    kills="CKPT-816",
+    of="fastimpl",
+)

@@ -20,11 +20,6 @@ empty_mapping_of_adapters_is_none = patched(
     mutated(f"{_MANAGER}._hf_writer", "mapping is not None and", "mapping and"),
     kills="CKPT-738",
 )
-empty_text_is_no_name = patched(
-    "Empty text for the states to leave alone counts as none given.",
-    mutated("twinproof.checkpoint.manager:_names", "isinstance(given, str | bytes) or", ""),
-    kills="CKPT-738",
-)
 empty_path_is_none = patched(
     "A manager that is given an empty path to start from starts afresh.",
     mutated(f"{_MANAGER}.__init__", "None if initial_load_path is None", "None if not initial_load_path"),

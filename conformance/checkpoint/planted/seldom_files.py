@@ -163,3 +163,28 @@ vanished_files_are_old = patched(
     mutated(f"{_PUBLISH}:_changed_s", "return time.time()", "return 0.0"),
     kills="CKPT-799",
 )
+no_shards_of_nothing = patched(
+    "Shards of a state without tensors are a folder without files.",
+    mutated("twinproof.checkpoint.shards:write_shards", "{1: []} if is_needed else {}", "{}"),
+    kills="CKPT-812",
+)
+shards_of_nothing_everywhere = patched(
+    "The first rank writes a file without tensors, also beside others with some.",
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter._written",
+        "self.arrangement is not None and not self.arrangement.tensors",
+        "self.rank == 0",
+    ),
+    kills="CKPT-812",
+)
+errors_of_other_files = patched(
+    "What comes of another file under a name is an error of whatever was being done with it.",
+    mutated(f"{_PUBLISH}:reading", "except Exception as error:", "except () as error:"),
+    kills="CKPT-813",
+    of="refimpl",
+)
+any_error_is_of_a_file = patched(
+    "An error of the system is told as one of a file that is read, whatever it is of.",
+    mutated(f"{_PUBLISH}:reading", " and error.filename in files", ""),
+    kills="CKPT-813",
+)

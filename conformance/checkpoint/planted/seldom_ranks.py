@@ -113,23 +113,23 @@ writers_refuse_alone = patched(
     "What one rank refuses of a writer it raises alone, and the others go on and wait for it.",
     mutated(
         f"{_DCP}:HuggingFaceStorageWriter.__init__",
-        "all_or_none(self.group if self._owns_group else None)",
-        "suppress()",
+        "self.group if self._owns_group else None, self.close",
+        "None, self.close",
     ),
     kills="CKPT-809",
 )
 managers_refuse_alone = patched(
     "What one rank refuses of a manager it raises alone, and the others go on and wait for it.",
     mutated(
-        "twinproof.checkpoint.manager:CheckpointManager._made_together",
-        "with all_or_none(self._group):",
-        "if True:",
+        "twinproof.checkpoint.manager:CheckpointManager.__init__",
+        "all_or_none(self._group, self.close)",
+        "all_or_none(None, self.close)",
     ),
     kills="CKPT-809",
 )
 refused_writers_keep_their_groups = patched(
     "A writer that is refused keeps the group that it has made.",
-    mutated(f"{_DCP}:HuggingFaceStorageWriter.__init__", "self.close()", "pass"),
+    mutated(f"{_DCP}:HuggingFaceStorageWriter.__init__", "else None, self.close)", "else None, dict)"),
     kills="CKPT-809",
 )
 retention_ends_saves = patched(
