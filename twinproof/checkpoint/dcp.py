@@ -161,7 +161,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
 
     Raises:
         ConfigError: an option, or a combination, that cannot be honoured. On every rank of a save whose ranks ask for
-            different ones, before anything is written.
+            different ones, before anything is written. DistributedError: another rank refused an option of its own.
     """
 
     _make_engine: ClassVar[Callable[[], SaveEngine]]

@@ -199,7 +199,8 @@ class CheckpointManager:
             ``last_save_model_only``.
 
     Raises:
-        ConfigError: an option, or a combination, that cannot be honoured or has no effect.
+        ConfigError: an option, or a combination, that cannot be honoured or has no effect. DistributedError: another
+            rank refused one of its own.
     """
 
     _writer: ClassVar[Callable[..., Any]]

@@ -126,7 +126,7 @@ def load_file(
     """Every tensor of one file in the order of the data, in memory of its own on ``device``.
 
     Raises:
-        FormatError, UnsupportedError, ConfigError, CorruptionError, FileNotFoundError.
+        FormatError, UnsupportedError, ConfigError, CorruptionError, StorageError, FileNotFoundError.
     """
     begun_s = time.perf_counter()
     check_backend(backend)
