@@ -256,6 +256,11 @@ def test_traced_sizes(pipeline: Any, kind: str) -> None:
             found = traced(batch).values().detach()
         # Whole numbers, whose sums are one in every order.
         assert_bits(found, plain(batch).values().detach(), f"{kind}, {dtype}")
+    # Where all features have the samples of the batch, none is spread, whatever the batch brings.
+    batch = pipeline.KeyedJaggedTensor(
+        ["f0", "f1", "f2"], torch.arange(7) % 6, None, lengths, inverse_indices=(names, rows[:, :2] * 0)
+    )
+    assert_bits(traced(batch).values().detach(), plain(batch).values().detach(), f"{kind}, alike")
     batch = pipeline.KeyedJaggedTensor(
         ["f0", "f1", "f2"], torch.arange(7) % 6, None, lengths, inverse_indices=(names[:2], rows[:2]), **sizes
     )

@@ -130,6 +130,15 @@ rows_as_others_say = patched(
     ),
     kills="PIPE-620",
 )
+rows_of_samples_spread = patched(
+    "A traced lookup spreads the rows of features that have the samples of the batch.",
+    mutated(
+        "twinproof.pipeline.batches:KeyedSizes._over_batch",
+        "if inverse is None or not self.variable_stride_per_key():",
+        "if inverse is None:",
+    ),
+    kills="PIPE-642",
+)
 rows_of_features_traced = patched(
     "A traced lookup gives rows of each feature's own samples.",
     mutated(
