@@ -17,7 +17,7 @@ from fastimpl import ops
 from fastimpl.offload.chunks import Chunk
 from fastimpl.offload.packing import SlabLayout, pack, unpack, view_like
 from refimpl.optimizers import adam_step
-from twinproof.offload.driver import MovePlan, Update, prepare_states, updates_of
+from twinproof.offload.driver import GRADIENTS, MovePlan, Update, prepare_states, updates_of
 from twinproof.offload.states import local_of, view_of
 from twinproof.optimizers import AdamHyper
 
@@ -205,6 +205,9 @@ def _step_rows(hyper: AdamHyper, rows: list[tuple[torch.Tensor | None, ...]]) ->
 
 
 def _have_one_order(row: tuple[torch.Tensor | None, ...]) -> bool:
+    # Weights of 8 bits are rounded by torch, which knows how.
+    if row[-1] is not None and row[-1].dtype not in GRADIENTS:
+        return False
     # Users may bind states of their own, in another memory format than the parameter's.
     tensors = [tensor for tensor in row if tensor is not None]
     return all(tensor.is_contiguous() for tensor in tensors) or len({tensor.stride() for tensor in tensors}) == 1

@@ -39,6 +39,7 @@ from twinproof.offload.states import (
     is_movable,
     local_of,
     make_bundle,
+    mesh_of,
     select,
     view_of,
 )
@@ -83,6 +84,7 @@ CPU_STEP = (
     "DeepSpeedCPULion",
     "HybridDeviceOptimizer",
 )
+_HELD_AS = ("optimizer", "optim", "_optimizer")  # Where a wrapper has the optimizer that steps.
 # Where Megatron's wrappers keep the float32 masters that their inner optimizer steps.
 _MASTER_GROUPS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
 
@@ -113,14 +115,16 @@ def unwrapped(given: Any) -> tuple[Optimizer, list[torch.Tensor]]:
     """The optimizer that steps, and the float32 masters that its wrapper keeps among its parameters.
 
     Wrappers: whatever has the optimizer as its ``optimizer``, as accelerate's ``AcceleratedOptimizer`` and Megatron's
-    ``DistributedOptimizer`` do.
+    ``DistributedOptimizer`` do, as its ``optim`` (torch's ``ZeroRedundancyOptimizer``, ``PostLocalSGDOptimizer``), or
+    as its ``_optimizer`` (torch's ``_NamedOptimizer``, torchrec's ``KeyedOptimizerWrapper``).
 
     Raises:
         ConfigError: a wrapper that calls a step which it took from the optimizer earlier.
         UnsupportedError: what is no torch optimizer, several in one, and one that steps sparse gradients only.
     """
-    inner = getattr(given, "optimizer", None)
-    wraps = isinstance(inner, Optimizer)
+    held = [getattr(given, name, None) for name in _HELD_AS]
+    inner = next((each for each in held if isinstance(each, Optimizer)), None)
+    wraps = inner is not None
     if wraps and getattr(given, "_optimizer_original_step_method", None) is not None:
         raise ConfigError(
             "this wrapper calls the step that it took from the optimizer when it was made",
@@ -467,6 +471,7 @@ def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterW
             raise UnsupportedError("a parameter with gaps in its memory", got=weight.stride(), where=where)
         update = Update(bundle, group_of[bundle.param], weight, _in_order(grad, weight), MASTER in bundle.places)
         state = optimizer.state.get(bundle.param, {})
+        _check_lasting(bundle, state, weight, where)
         wrong = [n for n in update.state_names if state and (n not in state or state[n].dtype is not torch.float32)]
         if wrong:
             raise UnsupportedError(
@@ -474,6 +479,26 @@ def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterW
             )
         found.append(update)
     return found
+
+
+def _check_lasting(bundle: Bundle, state: dict[str, Any], weight: torch.Tensor, where: str) -> None:
+    """Demand a counter that counts, and states of the shape that their parameter has by now, as their places are.
+
+    Raises:
+        UnsupportedError: naming what is otherwise.
+    """
+    count = state.get("step", weight)
+    if not isinstance(count, torch.Tensor):
+        got = type(count).__name__
+        raise UnsupportedError("a counter that stands still", got=got, expected="a tensor", where=f"step of {where}")
+    shape = tuple(weight.shape)
+    for name, place in bundle.places.items():
+        value = state.get(name)
+        shapes = [place.shape, tuple(local_of(value).shape) if isinstance(value, torch.Tensor) else shape]
+        if shapes != [shape, shape]:
+            raise UnsupportedError(
+                "a state of another shape than its parameter", got=shapes, expected=shape, where=where
+            )
 
 
 def _in_order(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -863,12 +888,15 @@ class MovePlan:
 
 
 def check_saved(_: Any, state_dict: dict[str, Any]) -> None:
-    """Refuse what cannot be moved, before torch's own load changes anything. Raises UnsupportedError."""
+    """Refuse what cannot be moved or has no values, before torch's load changes anything. Raises UnsupportedError."""
     # A hook of the user's that comes behind may make a state dict of what has another form.
     states = state_dict.get("state")
     for number, state in states.items() if isinstance(states, Mapping) else ():
         for name, value in state.items() if isinstance(state, dict) else ():
-            check_plain(value, f"state {name} of parameter {number}")
+            where = f"state {name} of parameter {number}"
+            check_plain(value, where)
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise UnsupportedError("a state without values", got="meta", expected="torch.load(...)", where=where)
 
 
 def check_states(plan: MovePlan, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
@@ -958,6 +986,17 @@ def _check_state(
         elif (name in foreseen or _has_form(value, is_empty)) and tuple(local_of(value).shape) != expected:
             got = tuple(local_of(value).shape)
             raise PlanError("a state of another shape", got=got, expected=expected, where=f"{name} of {where}")
+        elif name in foreseen and isinstance(value, torch.Tensor):
+            _check_kind(param, value, f"{name} of {where}")
+
+
+def _check_kind(param: torch.Tensor, value: torch.Tensor, where: str) -> None:
+    """Demand a DTensor on the mesh of a parameter that is one, and numbers that its step can count in."""
+    if mesh_of(value) != mesh_of(param):
+        got, expected = mesh_of(value), mesh_of(param)
+        raise PlanError("a state that is sharded in another way", got=got, expected=expected, where=where)
+    if not (value.is_floating_point() or value.is_complex()):
+        raise PlanError("a state of whole numbers", got=value.dtype, expected=param.dtype, where=where)
 
 
 def _has_form(value: Any, is_empty: bool) -> bool:

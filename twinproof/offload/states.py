@@ -37,6 +37,7 @@ __all__ = [
     "is_movable",
     "local_of",
     "make_bundle",
+    "mesh_of",
     "rebind",
     "select",
     "view_of",
@@ -44,6 +45,7 @@ __all__ = [
 
 ALIGN_BYTES = 256
 _OWN = "the parameter"
+_NEVER = (-1, -1)  # No version that a tensor has.
 MASTER = "master"  # The name of a parameter's own place, beside those of its states.
 
 
@@ -55,6 +57,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> tuple[int, int]:
     """What any write in place changes. Of a DTensor its own counts too: an operation on it leaves its shard's alone."""
     return tensor._version, local_of(tensor)._version
+
+
+def mesh_of(tensor: torch.Tensor) -> Any:
+    """The mesh over which a DTensor is sharded; None of any other tensor."""
+    return getattr(tensor, "device_mesh", None)
 
 
 def check_plain(value: Any, where: str) -> None:
@@ -302,8 +309,10 @@ class MasterWeights:
     Args:
         params: floating-point parameters; DTensors keep their placement.
 
+    A copy or a pickle has the copied parameters, and is attached to nothing.
+
     Raises:
-        ConfigError: a parameter that is not floating-point, or one that is there twice.
+        ConfigError: a parameter that is not floating-point, one that is there twice, or one made in inference mode.
     """
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
@@ -325,8 +334,13 @@ class MasterWeights:
                     got=param.dtype,
                     where="params",
                 )
+            if param.is_inference():
+                got = f"one made in inference mode, of shape {tuple(param.shape)}"
+                raise ConfigError("no step can write to such a parameter", got=got, expected="a clone", where="params")
             seen.add(param)
-            master = param if param.dtype is torch.float32 else torch.nn.Parameter(param.detach().float())
+            # Whatever is made in the caller's inference mode can be stepped in no other.
+            with torch.inference_mode(False):
+                master = param if param.dtype is torch.float32 else torch.nn.Parameter(param.detach().float())
             if master is not param:
                 master.master_of = MasterOf(param)  # type: ignore[attr-defined]
             self.pairs[master] = param
@@ -336,52 +350,90 @@ class MasterWeights:
             homes.setdefault(local_of(param).untyped_storage().data_ptr(), []).append(master)
         self._kin = {master: some for some in homes.values() if len(some) > 1 for master in some}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks, versions and gradients on their way are those of these tensors alone.
+        stale = [master for master, param in self.pairs.items() if version_of(param) != self._versions[master]]
+        return {"pairs": self.pairs, "kin": self._kin, "stale": stale}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.pairs, self._kin, self._handles = state["pairs"], state["kin"], []
+        self._given, self._begun = {}, {}
+        self._versions = {master: version_of(param) for master, param in self.pairs.items()}
+        self._versions.update(dict.fromkeys(state["stale"], _NEVER))
+        for master, param in self.pairs.items():
+            if master is not param:
+                master.master_of = MasterOf(param)  # type: ignore[attr-defined]
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """The masters, in the order of the parameters."""
         return iter(self.pairs)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Run before and after every step of a plain optimizer. An offloader does it chunk by chunk, and ends this."""
+        """Run before and after every step of a plain optimizer. An offloader does it chunk by chunk, and ends this.
+
+        Several optimizers may share the masters: the step of each takes the gradients of those that it steps.
+
+        Raises:
+            ConfigError: an optimizer that steps none of the masters, or parameters that have one.
+        """
+        stepped = {param for group in optimizer.param_groups for param in group["params"]}
+        have_masters = sum(param in stepped for master, param in self.pairs.items() if param is not master)
+        if have_masters or (self.pairs and not self._stepped_by(optimizer)):
+            raise ConfigError(
+                "the optimizer has to step the masters",
+                got=f"{have_masters} parameters that have a master, of {len(stepped)}",
+                expected="optimizer(masters.parameters())",
+                where="optimizer",
+            )
         self._handles += [
             optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(lambda *_: self.end(self.pairs)),
+            optimizer.register_step_post_hook(lambda stepped, *_: self.end(self._stepped_by(stepped))),
         ]
 
-    def before_step(self, _: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What a step begins with, as a pre hook of the optimizer."""
+    def _stepped_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        stepped = {param for group in optimizer.param_groups for param in group["params"]}
+        return [master for master in self.pairs if master in stepped]
+
+    def before_step(self, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What a step begins with, as a pre hook of the optimizer; None: of all masters."""
+        masters = list(self.pairs) if optimizer is None else self._stepped_by(optimizer)
         # The first argument is the optimizer itself.
-        given = self.with_closure(arguments[1:], options)
+        given = self.with_closure(arguments[1:], options, masters)
         if given is None:
-            self.start(self.pairs)
+            self.start(masters)
             return None
         # The closure makes the gradients.
-        self.check(self.pairs)
+        self.check(masters)
         return (arguments[0], *given[0]), given[1]
 
-    def with_closure(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def with_closure(
+        self, arguments: tuple[Any, ...], options: dict[str, Any], masters: Iterable[torch.Tensor] | None = None
+    ) -> Any:
         """Arguments of a step whose closure sees the model as the masters are by then, and gives them its gradients.
 
-        Each evaluation behind the first begins without gradients. None where there is no closure.
+        Each evaluation behind the first begins without gradients. None where there is no closure. ``masters``: those
+        that are stepped; None: all.
         """
         closure = arguments[0] if arguments else options.get("closure")
         if closure is None:
             return None
+        some = list(self.pairs if masters is None else masters)
         count = 0
 
         def evaluate() -> Any:
             nonlocal count
             if count:
-                self._round_all()
+                self._round_all(some)
             count += 1
             loss = closure()
-            self.start(self.pairs)
+            self.start(some)
             return loss
 
         return ((evaluate, *arguments[1:]), options) if arguments else (arguments, {**options, "closure": evaluate})
 
     @torch.no_grad()
-    def _round_all(self) -> None:
-        for master, param in self.pairs.items():
+    def _round_all(self, masters: Iterable[torch.Tensor]) -> None:
+        for master, param in ((each, self.pairs[each]) for each in masters):
             if param is not master:
                 param.copy_(master)
                 param.grad = None
@@ -424,10 +476,17 @@ class MasterWeights:
 
         Raises:
             StaleMasterError: a parameter was written in place since its last rounding, by a loaded model for instance.
-                Writes through ``.data`` are not seen.
+                Writes through ``.data`` are not seen, but where they give a parameter another shape.
         """
         for master in masters:
             param = self.pairs[master]
+            if param.shape != master.shape:
+                raise StaleMasterError(
+                    "a parameter has another shape than its master: make masters and optimizer anew",
+                    got=tuple(param.shape),
+                    expected=tuple(master.shape),
+                    where="params",
+                )
             if param is not master and version_of(param) != self._versions[master]:
                 raise StaleMasterError(
                     "a parameter changed behind its master's back: call refresh_masters()",
@@ -475,13 +534,27 @@ class MasterWeights:
     def load(self, values: Iterable[torch.Tensor]) -> None:
         """Take saved masters, in the order of ``parameters()``, and round them into the parameters.
 
+        They may be masters themselves, in another order: each is taken as it was before the load.
+
         Raises:
-            PlanError: other shapes, another number, or what is no plain tensor of numbers; nothing has changed then.
+            PlanError: other shapes, another number, DTensors where masters are none, or the other way round, or what is
+                no plain tensor of numbers; nothing has changed then.
         """
         given = _check_values(values)
         got, expected = [tuple(v.shape) for v in given], [tuple(m.shape) for m in self.pairs]
         if got != expected:
             raise PlanError("these are other masters", got=got, expected=expected, where="values")
+        homes = {local_of(each).untyped_storage().data_ptr() for pair in self.pairs.items() for each in pair}
+        for number, (master, value) in enumerate(zip(self.pairs, given, strict=True)):
+            if mesh_of(value) != mesh_of(master):
+                raise PlanError(
+                    "a master that is sharded in another way",
+                    got=mesh_of(value),
+                    expected=mesh_of(master),
+                    where=f"values[{number}]",
+                )
+            if value is not master and local_of(value).untyped_storage().data_ptr() in homes:
+                given[number] = value.clone()
         for (master, param), value in zip(self.pairs.items(), given, strict=True):
             master.copy_(value)
             if param is not master:
