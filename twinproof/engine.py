@@ -15,17 +15,45 @@ capture, where waiting for the device is an error, nor in a forked child, where 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
-__all__ = ["CudaEngine", "Engine", "InlineEngine", "engine_for", "in_mode_of_caller", "pinned_empty", "release_dropped"]
+__all__ = [
+    "CudaEngine",
+    "Engine",
+    "InlineEngine",
+    "eagerly",
+    "engine_for",
+    "in_mode_of_caller",
+    "pinned_empty",
+    "release_dropped",
+]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def eagerly(method: Callable[P, T]) -> Callable[P, T]:
+    """The method, which ``torch.compile`` does not look into: one graph break, and no cost elsewhere.
+
+    A traced lookup would fix shapes, steps and learning rates in a graph, and make a graph for each list of lengths.
+    """
+
+    @functools.wraps(method)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            # Found here and not above: it imports the compiler, which an eager model never needs.
+            disabled: Callable[P, T] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+            return disabled(*args, **options)
+        return method(*args, **options)
+
+    return call
 
 
 class Engine(Protocol):

@@ -18,6 +18,22 @@ from conformance.kvstore.model import BETA1, BETA2, EPS, LR, dense_steps, f32, o
 from twinproof.errors import ConfigError, ShapeError
 from twinproof.optimizers import FUSED_OPTIMIZERS
 
+
+class _Model(torch.nn.Module):
+    """Both lookups, and a dense part over them."""
+
+    def __init__(self, kvstore: Any) -> None:
+        super().__init__()
+        layout = kvstore.RowLayout(4, optimizer="adam")
+        self.store = kvstore.KVStore({"a": layout, "b": layout}, optimizer_in_row=True, clock=Clock())
+        self.bag = kvstore.KVEmbeddingBag(self.store, table="a")
+        self.embedding = kvstore.KVEmbedding(self.store, table="b")
+        self.dense = torch.nn.Linear(8, 3)
+
+    def forward(self, bags: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.dense(torch.cat([self.bag(bags), self.embedding(ids)], dim=1))).sum()
+
+
 HYPER = {"eps": EPS, "beta1": BETA1, "beta2": BETA2}
 
 
@@ -441,3 +457,31 @@ def test_grad_scaler(kvstore: Any, optimizer: str) -> None:
         found, wanted = (store.get("t", store.ids("t")) for store in stores[2:])
         assert_equal(torch.equal(found.nan_to_num(7), wanted.nan_to_num(7)), True, where=f"{optimizer}, step {step}")
     assert_equal(bool(found.isfinite().all()), False, where=f"{optimizer}: rows that took what is not finite")
+
+
+@pytest.mark.night
+@requirement(
+    "KV-424",
+    "A compiled model MUST have the eager model's rows and losses after every step, and one graph, that of its dense "
+    "part, whatever the number of ids, the learning rate and the step.",
+)
+@pytest.mark.filterwarnings("ignore")  # The compiler reads, and instantiates, what warns of that.
+def test_compiled(kvstore: Any) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    models = [_Model(kvstore), _Model(kvstore)]
+    models[1].dense.load_state_dict(models[0].dense.state_dict())
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    calls: list[Any] = [models[0], torch.compile(models[1], backend=counter)]
+    for step in range(3):
+        ids = torch.arange(2 * (3 + step)).reshape(2, -1) % 5
+        losses = []
+        for model, call in zip(models, calls, strict=True):
+            model.bag.lr = model.embedding.lr = 0.1 / (1 + step)
+            with succeeds("a step", where=f"step {step}"):
+                losses.append(call(ids, ids_of([step, 7])))
+                losses[-1].backward()
+        assert_bits(losses[1].detach(), losses[0].detach(), where=f"loss of step {step}")
+        assert_contents(models[1].store, contents(models[0].store), where=f"rows after step {step}")
+        assert_equal(counter.frame_count, 1, where=f"graphs after step {step}")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.kvstore.cases import assert_bits, contents, ids_of, random_rows, save, store_of
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, StoreClosedError
 
 
 def _stored(kvstore: Any, optimizer: str = "sgd") -> Any:
@@ -253,6 +253,45 @@ def test_round_after_a_failure(kvstore: Any) -> None:
             with raises(ValueError, where="a round that failed"):
                 evictor.wait()
             assert_equal((store.size("t"), len(evictor.rounds)), (size, rounds), where=f"after rows from {first}")
+
+
+@requirement(
+    "KV-425",
+    "What a round raised and nobody waited for MUST be raised where a background evictor is closed, by itself or by "
+    "leaving its block, once; behind an error that leaves the block, and not where the store was closed before.",
+)
+@pytest.mark.parametrize("how", ["close", "leave", "leave with an error", "store closed"])
+def test_failures_nobody_waited_for(kvstore: Any, how: str) -> None:
+    store, begin = _stored(kvstore), threading.Event()
+    start = store.start_eviction
+
+    def start_eviction(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return start(*arguments, **options)
+        begin.set()
+        if how == "store closed":
+            raise StoreClosedError("the store was closed", where="t")
+        raise MemoryError("a round")
+
+    def fail(evictor: Any) -> None:
+        store.set("t", ids_of([1]), torch.zeros(1, 4))
+        assert_equal(begin.wait(60), True, where="a round that began")
+        if how == "leave with an error":
+            raise KeyError("of the block")
+
+    store.start_eviction = start_eviction
+    evictor = kvstore.BackgroundEvictor(store, "t", trigger_rows=1, policy=kvstore.EvictionPolicy.count(2))
+    if how in ("close", "store closed"):
+        fail(evictor)
+        with raises(MemoryError, where=how) if how == "close" else succeeds("closing", where=how):
+            evictor.close()
+    else:
+        with raises(MemoryError if how == "leave" else KeyError, where=how), evictor:
+            fail(evictor)
+    for again in ("again", "once more"):
+        is_untold = how == "leave with an error" and again == "again"
+        with raises(MemoryError, where=again) if is_untold else succeeds(f"closing {again}", where=how):
+            evictor.close()
 
 
 @requirement(

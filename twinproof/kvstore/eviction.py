@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, StoreClosedError
 from twinproof.kvstore.options import EvictionPolicy, EvictionStats, StoreStats
 from twinproof.kvstore.rows import RoundPlan, RowEngine
 
@@ -145,6 +145,7 @@ class BackgroundEvictor:
         self._condition = threading.Condition()
         self._due = self._busy = self._closed = False
         self._failure: BaseException | None = None
+        self._is_told = False
         self.rounds: list[EvictionStats] = []
         self._thread = threading.Thread(target=self._work, name=f"kvstore-evict-{table}", daemon=True)
         self._thread.start()
@@ -190,7 +191,7 @@ class BackgroundEvictor:
                 self._round()
             except BaseException as error:
                 # Of any class: whoever waits would wait for ever for a thread that has ended.
-                self._failure = error
+                self._failure, self._is_told = error, False
 
     def _round(self) -> None:
         found = self._store.start_eviction(self._table, policy=self._policy, slice_rows=self._slice_rows)
@@ -203,11 +204,22 @@ class BackgroundEvictor:
         with self._condition:
             self._condition.wait_for(lambda: self._closed or not (self._due or self._busy))
         if self._failure is not None:
+            self._is_told = True
             raise self._failure
         return list(self.rounds)
 
     def close(self) -> None:
-        """End after the slice that is running; twice is harmless."""
+        """End after the slice that is running; twice is harmless. Raises what a round raised and nobody waited for."""
+        self._end()
+        self._tell()
+
+    def _tell(self) -> None:
+        failure, was_told, self._is_told = self._failure, self._is_told, True
+        # A store that was closed has nothing to evict.
+        if failure is not None and not was_told and not isinstance(failure, StoreClosedError):
+            raise failure
+
+    def _end(self) -> None:
         self._store.remove_listener(self._written)
         self._store.remove_listener(self._stepped)
         with self._condition:
@@ -221,4 +233,6 @@ class BackgroundEvictor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._end()
+        if error is None:
+            self._tell()

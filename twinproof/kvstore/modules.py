@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from twinproof.engine import eagerly
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
@@ -189,6 +190,7 @@ class _StoreRows(torch.nn.Module):
 class KVEmbedding(_StoreRows):
     """One row for each id, as ``torch.nn.Embedding`` without a table size; arguments, steps: see ``KVEmbeddingBag``."""
 
+    @eagerly
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Weights of ids of any shape, float32 [*shape, D]; a missing id has its initial weight.
 
@@ -221,7 +223,8 @@ class KVEmbeddingBag(_StoreRows):
 
     Every lookup takes a step of its own in the backward, as FBGEMM's tables do: a table that was looked up twice before
     one backward takes two, of which each sees the gradients of its lookup alone, the later lookup's first. Look all ids
-    up at once for one step. ``requires_grad_(False)`` of the module freezes its rows.
+    up at once for one step. ``requires_grad_(False)`` of the module freezes its rows. In a compiled model a lookup runs
+    as it is, between graphs.
 
     Raises:
         ConfigError: a table without an optimizer in its row, another mode, or what no step or state dict would take.
@@ -254,6 +257,7 @@ class KVEmbeddingBag(_StoreRows):
             raise ConfigError("not a mode", got=mode, expected=MODES, where="mode")
         self.mode = mode
 
+    @eagerly
     def forward(self, input: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
         """Pooled weights, float32 [bags, D].
 

@@ -5,14 +5,14 @@ up is updated once. The backward reads learning rate and step, so that an early 
 Collections without a fused optimizer have dense gradients. ``Lookup`` is the seam that an implementation binds.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 
+from twinproof.engine import eagerly
 from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError, check_flags
 from twinproof.optimizers import Hyper
 from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor, own_batch, select, select_each
@@ -51,7 +51,6 @@ __all__ = [
     "TableBatchedEmbeddingBags",
     "check_bounds",
     "check_each",
-    "eagerly",
     "lookup",
     "position_processors",
     "position_weights_of",
@@ -60,9 +59,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger("twinproof.pipeline")
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class HeldTable(NamedTuple):
@@ -129,23 +125,6 @@ class Lookup(Protocol):
         self, tables: Sequence[HeldTable], feature_tables: Sequence[int], bags: Bags, grad: torch.Tensor
     ) -> torch.Tensor:
         """Float32 [N]: the sum over the row of the bag's gradient, a mean's divided, times the row."""
-
-
-def eagerly(method: Callable[P, R]) -> Callable[P, R]:
-    """The method, which ``torch.compile`` does not look into: one graph break, and no cost elsewhere.
-
-    A traced lookup would fix shapes, steps and learning rates in a graph, and make a graph for each list of lengths.
-    """
-
-    @functools.wraps(method)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            # Found here and not above: it imports the compiler, which an eager model never needs.
-            disabled: Callable[P, R] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
-            return disabled(*args, **options)
-        return method(*args, **options)
-
-    return call
 
 
 def _watch(ctx: Any, *tensors: torch.Tensor | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from twinproof.engine import eagerly
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError
 from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
@@ -32,7 +33,6 @@ from twinproof.pipeline.modules import (
     Pooled,
     StoreRows,
     TableBatchedEmbeddingBags,
-    eagerly,
     lookup,
     position_processors,
     position_weights_of,

@@ -180,3 +180,15 @@ gradients_are_cut = patched(
     mutated(_LOOKUP, "grads[0].contiguous()", "grads[0].clamp(-2, 2).contiguous()"),
     kills="KV-422",
 )
+
+
+@fault(kills="KV-424", at="twinproof.kvstore.modules:KVEmbeddingBag.forward")
+def bags_traced(original: Any, module: Any, input: Any, offsets: Any = None) -> Any:
+    """The compiler looks into a lookup of bags."""
+    return original.__wrapped__(module, input, offsets)
+
+
+@fault(kills="KV-424", at="twinproof.kvstore.modules:KVEmbedding.forward")
+def embeddings_traced(original: Any, module: Any, input: Any) -> Any:
+    """The compiler looks into a lookup of rows."""
+    return original.__wrapped__(module, input)

@@ -83,12 +83,12 @@ steps_counted_late = patched(
 )
 closed_and_still_told_of_steps = patched(
     "An evictor of steps stays among those that its store tells of them.",
-    mutated("twinproof.kvstore.eviction:BackgroundEvictor.close", "self._store.remove_listener(self._stepped)", "pass"),
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor._end", "self._store.remove_listener(self._stepped)", "pass"),
     kills="KV-256",
 )
 closed_and_still_told_of_writes = patched(
     "An evictor of rows or bytes stays among those that its store tells of writes.",
-    mutated("twinproof.kvstore.eviction:BackgroundEvictor.close", "self._store.remove_listener(self._written)", "pass"),
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor._end", "self._store.remove_listener(self._written)", "pass"),
     kills="KV-256",
 )
 nobody_hears_of_views = patched(
@@ -128,3 +128,22 @@ def removed_from_one_list(original: Any, store: Any, listener: Any) -> None:
     original(store, listener)
     if is_found:
         store._step_listeners = kept
+
+
+failures_lost_at_the_end = patched(
+    "What a round raised is lost where nobody waits.",
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor._tell", "failure is not None and", "False and"),
+    kills="KV-425",
+)
+
+failures_told_again = patched(
+    "What a round raised is raised by every close.",
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor._tell", "self._is_told, True", "self._is_told, False"),
+    kills="KV-425",
+)
+
+failures_before_errors = patched(
+    "What a round raised takes the place of an error that leaves the block.",
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor.__exit__", "if error is None:", "if True:"),
+    kills="KV-425",
+)
