@@ -105,6 +105,22 @@ def test_operations(kvstore: Any) -> None:
             assert_equal((lazy.clone().global_row_count, lazy.clone().row_offset), (lazy.shape[0] + 3, 2), where=name)
 
 
+@requirement(
+    "KV-426",
+    "Lazy rows at any index MUST be the rows' values at that index, all rows by an ellipsis or by no index among them, "
+    "as one plain tensor.",
+)
+@pytest.mark.parametrize("index", [..., (), (..., slice(None)), slice(None), (..., 0), -1, None, [1, 0]], ids=str)
+def test_indices(kvstore: Any, index: Any) -> None:
+    for name, lazy in filled(kvstore, KEYS).state_dict(chunk_rows=5).items():
+        if isinstance(index, list) and lazy.shape[0] < 2:
+            continue
+        with succeeds("an index", where=f"{name}[{index}]"):
+            found = lazy[index]
+        assert_equal(type(found).__name__, "Tensor", where=f"class of {name}[{index}]")
+        assert_bits(found, lazy.full_tensor()[index], where=f"{name}[{index}]")
+
+
 def _writes(lazy: Any) -> dict[str, Callable[[], Any]]:
     """Ways to write that reach the rows in a list, by an index, or by no operation at all."""
     full, other = lazy.full_tensor(), torch.zeros(3)

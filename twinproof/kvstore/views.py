@@ -47,7 +47,8 @@ __all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "vie
 CHUNK_BYTES = regime(16 << 20, 96)
 
 _ATEN = torch.ops.aten
-_SAME = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default)
+# Not an alias, which ``rows[...]`` is: torch refuses a view that is its own base.
+_SAME = (_ATEN.detach.default, _ATEN.lift_fresh.default)
 _COPIES = (_ATEN.clone.default, _ATEN._to_copy.default)
 _INTO_PLAIN = (_ATEN.copy_.default, _ATEN._foreach_copy_.default)
 # What these give is not the rows, and torch's stagers take it for them.

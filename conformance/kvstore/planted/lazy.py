@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault, mutated, patched
+import torch
+
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills=("KV-150", "CKPT-420"), at="twinproof.kvstore.views:_check_operation")
@@ -158,4 +160,10 @@ plain_tensors_write = patched(
     "Rows are written when a plain tensor was read, whatever is still to come.",
     mutated(_COMMIT, "if is_last:", "if is_last or not isinstance(view, LazyRows):"),
     kills="KV-380",
+)
+
+all_rows_are_their_own_alias = patched(
+    "An alias of lazy rows is the rows themselves, which torch refuses as a view of them.",
+    swap("twinproof.kvstore.views:_SAME", (torch.ops.aten.detach.default, torch.ops.aten.alias.default)),
+    kills="KV-426",
 )
