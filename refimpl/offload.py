@@ -43,10 +43,10 @@ class Blocking:
         self.plan.counts.host_bytes += sum(bundle.span_bytes for bundle in bundles)
         self.plan.counts.chunk_count = 1
 
-    def unplace(self, bundle: Bundle) -> None:
-        """Forget one piece."""
-        self.to_device([bundle])
-        self.plan.counts.host_bytes -= self._memory.pop(bundle.param).numel()
+    def unplace(self, bundles: list[Bundle]) -> None:
+        """Forget their pieces."""
+        self.to_device(bundles)
+        self.plan.counts.host_bytes -= sum(self._memory.pop(bundle.param).numel() for bundle in bundles)
 
     def release(self) -> None:
         """Let every piece go."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.offload.cases import SHAPES, Twins, in_host_memory, proven, reread, values
+from twinproof.engine import InlineEngine
 
 RELEASES = ("at_offload", "on_request")
 
@@ -33,6 +34,46 @@ def _shifted(optimizer: Any) -> None:
     for param in optimizer.param_groups.pop(0)["params"]:
         optimizer.state.pop(param, None)
     optimizer.param_groups[0]["momentum"] = 0.9
+
+
+class _Counted(InlineEngine):
+    """Counts how often the host waits for a copy."""
+
+    wait_count = 0
+
+    def synchronize(self, event: Any) -> None:
+        self.wait_count += 1
+
+
+@requirement(
+    "OPT-515",
+    "Parameters that leave their groups at once, and those whose states get other places at once, MUST be moved with "
+    "as many waits of the host as one.",
+)
+@pytest.mark.parametrize("what", ["leave", "other places"])
+def test_many_at_once(offload: Any, what: str) -> None:
+    waits = []
+    for count in (1, 20):
+        params = [torch.nn.Parameter(values((6,), i)) for i in range(21)]
+        optimizer, engine = torch.optim.Adam(params), _Counted("cpu")
+        offloader = offload.OptimizerStateOffloader(optimizer, engine=engine)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        states = [{name: value.clone() for name, value in optimizer.state[param].items()} for param in params]
+        before = engine.wait_count
+        if what == "leave":
+            del optimizer.param_groups[0]["params"][:count]
+        else:
+            for param in params[:count]:
+                optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].double()
+        offloader.offload()
+        offloader.settle()
+        waits.append(engine.wait_count - before)
+        for i, param in enumerate(params):
+            assert_same_tensor(optimizer.state[param]["exp_avg"].float(), states[i]["exp_avg"], where=f"exp_avg {i}")
+            assert_same_tensor(optimizer.state[param]["exp_avg_sq"], states[i]["exp_avg_sq"], where=f"exp_avg_sq {i}")
+    assert_equal(waits[1], waits[0], where="waits for 20 parameters")
 
 
 @requirement(

@@ -61,14 +61,15 @@ class StreamedTransfers:
             self.plan.counts.host_placement = placement_of(memory)
             self.plan.counts.chunk_count = len(self._chunks)
 
-    def unplace(self, bundle: Bundle) -> None:
-        """Forget a bundle; a block of memory goes when nothing of it is left."""
+    def unplace(self, bundles: list[Bundle]) -> None:
+        """Forget bundles, all at once; a block of memory goes when nothing of it is left."""
         self.settle_for_writing()
         # What lies there and fits, a master for instance, has to leave the block with the rest.
-        self.to_device([bundle], for_good=True)
+        self.to_device(bundles, for_good=True)
+        left = set(map(id, bundles))
         for chunk in self._chunks:
             chunk.drop_layout()
-            chunk.bundles = [other for other in chunk.bundles if other is not bundle]
+            chunk.bundles = [other for other in chunk.bundles if id(other) not in left]
         blocks = {chunk.memory.untyped_storage().data_ptr(): chunk.memory for chunk in self._chunks}
         self._chunks = [chunk for chunk in self._chunks if chunk.bundles]
         self._hosts = {chunk.memory.untyped_storage().data_ptr() for chunk in self._chunks}

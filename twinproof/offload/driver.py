@@ -592,8 +592,8 @@ class Transfers(Protocol):
     def place(self, bundles: list[Bundle]) -> None:
         """Give bundles their host memory."""
 
-    def unplace(self, bundle: Bundle) -> None:
-        """Bring a bundle to the device and forget its host memory."""
+    def unplace(self, bundles: list[Bundle]) -> None:
+        """Bring bundles, at least one, to the device and forget their host memory; none where that fails."""
 
     def release(self) -> None:
         """Let all host memory go; nothing is bound to it any more."""
@@ -829,8 +829,8 @@ class MovePlan:
         listed = {param for group in self.optimizer.param_groups for param in group["params"]}
         gone = [bundle for bundle in self.bundles if bundle.param not in listed]
         self.bundles = [bundle for bundle in self.bundles if bundle.param in listed]
-        for bundle in gone:
-            transfers.unplace(bundle)
+        if gone:
+            transfers.unplace(gone)
         self.known &= listed
         self._stateless &= listed
         for param in self._foreseen.keys() - listed:
@@ -838,7 +838,8 @@ class MovePlan:
 
     def refit(self, transfers: Transfers) -> None:
         """Make new places for states that a load gave another dtype, shape or name than was foreseen, or took away."""
-        wrong: dict[int, Bundle] = {}
+        wrong: list[Bundle] = []
+        at: dict[int, int] = {}
         if not self.is_separable:
             check_separate((bundle.param, self.optimizer.state.get(bundle.param, {})) for bundle in self.bundles)
         for number, bundle in enumerate(self.bundles):
@@ -854,15 +855,16 @@ class MovePlan:
             kept = {name for name in bundle.places if name == MASTER or name in foreseen or name in found}
             if strangers or len(kept) < len(bundle.places) or not foreseen.keys() <= kept:
                 placed = {name: bundle.places[name].as_meta() for name in bundle.places if name in kept}
-                wrong[number] = make_bundle(bundle.param, {**placed, **foreseen, **placed, **found})
+                wrong.append(make_bundle(bundle.param, {**placed, **foreseen, **placed, **found}))
+                at[id(wrong[-1])] = number
         # As many at a time as a chunk holds: what lies there and stays, a master for instance, passes the device.
-        for some in chunks_of(wrong.values(), self.options.chunk_bytes):
-            ids, moved = set(map(id, some)), set[int]()
+        for some in chunks_of(wrong, self.options.chunk_bytes):
+            moved = set[int]()
             try:
-                for number in [number for number, bundle in wrong.items() if id(bundle) in ids]:
-                    transfers.unplace(self.bundles[number])
-                    self.bundles[number] = wrong[number]
-                    moved.add(id(wrong[number]))
+                transfers.unplace([self.bundles[at[id(bundle)]] for bundle in some])
+                for bundle in some:
+                    self.bundles[at[id(bundle)]] = bundle
+                moved = set(map(id, some))
                 transfers.place(some)
             except BaseException:
                 # On the device and without a place, as if they had just been listed: planned for with the next call.

@@ -67,8 +67,8 @@ all_moved_or_none = patched(
     "What could not be brought to the device for its new place is taken for moved, and gets a second place.",
     mutated(
         "twinproof.offload.driver:MovePlan.refit",
-        "moved = set(map(id, some)), set[int]()",
-        "moved = [set(map(id, some))] * 2",
+        "moved = set[int]()",
+        "moved = set(map(id, some))",
     ),
     kills="OPT-389",
 )
@@ -87,4 +87,24 @@ places_given_twice = patched(
         "{bundle.param for bundle in some}",
     ),
     kills="OPT-484",
+)
+
+one_leaves_after_the_other = patched(
+    "Parameters that leave their groups are waited for one by one.",
+    mutated(
+        "twinproof.offload.driver:MovePlan._forget_unlisted",
+        "transfers.unplace(gone)",
+        "[transfers.unplace([bundle]) for bundle in gone]",
+    ),
+    kills="OPT-515",
+)
+
+one_gets_its_place_after_the_other = patched(
+    "Parameters whose states get other places are waited for one by one.",
+    mutated(
+        "twinproof.offload.driver:MovePlan.refit",
+        "transfers.unplace([self.bundles[at[id(bundle)]] for bundle in some])",
+        "[transfers.unplace([self.bundles[at[id(bundle)]]]) for bundle in some]",
+    ),
+    kills="OPT-515",
 )

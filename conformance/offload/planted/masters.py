@@ -10,10 +10,10 @@ from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="OPT-049", at="fastimpl.offload.transfers:StreamedTransfers.unplace")
-def masters_left_in_a_forgotten_block(original: Any, transfers: Any, bundle: Any) -> None:
+def masters_left_in_a_forgotten_block(original: Any, transfers: Any, bundles: Any) -> None:
     """A parameter's states that are still in an old block are taken for moved."""
     for chunk in transfers._chunks:
-        chunk.bundles = [other for other in chunk.bundles if other is not bundle]
+        chunk.bundles = [other for other in chunk.bundles if all(other is not bundle for bundle in bundles)]
     transfers._chunks = [chunk for chunk in transfers._chunks if chunk.bundles]
 
 
@@ -117,7 +117,7 @@ gradients_of_before_the_closure = patched(
     "Masters get the gradients that there are before the closure is evaluated.",
     mutated(
         "twinproof.offload.states:MasterWeights.before_step",
-        "given = self.with_closure(arguments[1:], options)",
+        "given = self.with_closure(arguments[1:], options, masters)",
         "given = None",
     ),
     kills="OPT-432",
