@@ -471,3 +471,35 @@ def test_names_and_modules(checkpoint: Any, tmp_path: Path) -> None:
         with succeeds("a manager", where=f"a model {given!r}"):
             checkpoint.CheckpointManager(tmp_path / "run", model=given, interval=1).close()
     assert_equal((tmp_path / "run").exists(), False, where="what was made")
+
+
+@requirement(
+    "CKPT-837",
+    "Where no state is a scheduler, a manager MUST take the optimizer alone as what a load leaves alone.",
+)
+def test_optimizers_without_schedulers(checkpoint: Any, tmp_path: Path) -> None:
+    trainer, fresh = Trainer(1), Trainer(2)
+    trainer.step()
+    with alone(), trainer.manager(checkpoint, tmp_path / "run", states={}, interval=1) as manager:
+        manager.save(1)
+    with succeeds("a manager", where="without a scheduler"):
+        manager = fresh.manager(checkpoint, tmp_path / "run", states={}, exclude_from_loading=["optimizer"])
+    with manager:
+        assert_equal(load(manager), True, where="a load")
+    assert_same_tensors(fresh.weights(), trainer.weights(), where="weights")
+    assert_equal(len(fresh.optimizer.state), 0, where="states of the optimizer")
+
+
+@requirement(
+    "CKPT-838",
+    "What is no step MUST be refused by name by a manager's load, as True, 1.0 and text are, whatever was saved.",
+)
+def test_steps_to_load(checkpoint: Any, tmp_path: Path) -> None:
+    trainer = Trainer(1)
+    with alone(), trainer.manager(checkpoint, tmp_path / "run", interval=1) as manager:
+        manager.save(1)
+        for given in (True, 1.0, "1", None, torch.tensor(1)):
+            with raises(ConfigError, mentions=("not a step", f"got: {given}", "where: step"), where=f"step {given!r}"):
+                manager.load(given)
+        for step in (1, -1):
+            assert_equal(manager.load(step), True, where=f"step {step}")

@@ -46,7 +46,7 @@ from twinproof.checkpoint import catalog, publish, shards
 from twinproof.checkpoint.catalog import Part
 from twinproof.checkpoint.format import lay_out, read_header
 from twinproof.checkpoint.shards import MergeJob
-from twinproof.errors import CorruptionError, FormatError, PlanError, StorageError
+from twinproof.errors import ConfigError, CorruptionError, FormatError, PlanError, StorageError
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "s": torch.tensor(3)}
 
@@ -620,3 +620,26 @@ def test_other_files_when_read(checkpoint: Any, tmp_path: Path, monkeypatch: pyt
     except BaseException as error:
         found = [type(each).__name__ for each in errors_inside(error)]
     assert_equal(("OSError" in found, "StorageError" in found), (True, False), where=f"of progress: {found}")
+
+
+@requirement(
+    "CKPT-840",
+    "save_file MUST write behind a link, which stays, and leave the file's permissions as they were; over what is no "
+    "file, a pipe or a device, it MUST be refused by name, and what is there stay.",
+)
+def test_files_that_are_there(checkpoint: Any, tmp_path: Path) -> None:
+    path, link, pipe = tmp_path / "real.safetensors", tmp_path / "link.safetensors", tmp_path / "pipe"
+    link.symlink_to("real.safetensors")
+    for value in (1.0, 2.0):
+        state = {"w": torch.full((2,), value)}
+        with succeeds("a save", where=f"by a link, {value}"):
+            checkpoint.save_file(state, link)
+        assert_equal((link.is_symlink(), path.is_symlink()), (True, False), where="the link")
+        assert_same_tensors(checkpoint.load_file(path), state, where="the file behind the link")
+        assert_equal(path.stat().st_mode & 0o777, 0o644 if value == 1.0 else 0o600, where="permissions")
+        path.chmod(0o600)
+    os.mkfifo(pipe)
+    with raises(ConfigError, mentions=("no file", str(pipe)), where="a pipe"):
+        checkpoint.save_file({"w": torch.ones(2)}, pipe)
+    assert_equal(pipe.is_fifo(), True, where="the pipe")
+    assert_equal(len(list(tmp_path.iterdir())), 3, where="what is there")

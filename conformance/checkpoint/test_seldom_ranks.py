@@ -28,6 +28,7 @@ from conformance.checkpoint.cases import (
     mesh_of,
     oracle,
     random_bits,
+    save,
     save_ranks,
     zeros_like,
 )
@@ -464,3 +465,61 @@ def test_saves_without_retention(checkpoint: Any, rank_pool: Any, tmp_path: Path
         told = [[str(folder) in text and "no memory" in text for text in said] for _, said in found]
         assert_equal(told, [[True, True], []], where=f"{mode}: what is logged")
         assert_equal(os.listdir(folder), ["step-3"], where=f"{mode}: what is kept")
+
+
+def _save_alone(rank: Rank, path: str) -> None:
+    checkpoint = rank.component("checkpoint")
+    with checkpoint.HuggingFaceStorageWriter(f"{path}/ck") as writer:
+        # No other rank is asked, or waits.
+        if rank.rank == 1:
+            said = ("exactly the ranks that save", "got: 2 ranks", "expected: 1 ranks")
+            with raises(ConfigError, mentions=said, where="no_dist, on one rank"):
+                dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+        dist.barrier()
+    if rank.rank == 1:
+        with checkpoint.HuggingFaceStorageWriter(f"{path}/own", save_distributed=False) as writer:
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+
+
+@requirement(
+    "CKPT-841",
+    "A rank that saves alone by a writer of all ranks MUST be refused at once, with both numbers, and nothing be made; "
+    "by one with save_distributed=False it can save.",
+)
+def test_one_rank_alone(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_save_alone, 2, str(tmp_path))
+    assert_same_bytes(tmp_path / "own" / FILE, oracle({"w": torch.ones(2)}, PT), where="by a writer of its own")
+    assert_equal(os.listdir(tmp_path), ["own"], where="what is there")
+
+
+class _Adapter:
+    """One whose names cannot be taken back on this rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.rank == 1:
+            raise ValueError("no way back")
+        return hf_state_dict
+
+
+def _load_adapted(rank: Rank, path: str) -> None:
+    checkpoint, trainer = rank.component("checkpoint"), Trainer(1)
+    options = {"initial_load_path": f"{path}/ck", "state_dict_adapter": _Adapter(rank.rank)}
+    manager = trainer.manager(checkpoint, f"{path}/run", **options)
+    with manager, raises(BaseException, mentions=("no way back",), where=f"rank {rank.rank}"):
+        manager.load()
+
+
+@requirement(
+    "CKPT-842",
+    "What an adapter raises on one rank of a manager's load, when it takes back what was loaded, MUST be raised there "
+    "and told to every other rank.",
+)
+def test_adapters_that_fail(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    save(checkpoint, Trainer(2).weights(), tmp_path / "ck")
+    rank_pool.run(_load_adapted, 2, str(tmp_path))

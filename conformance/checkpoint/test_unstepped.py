@@ -21,7 +21,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
-from twinproof.errors import PlanError
+from twinproof.errors import PlanError, UnsupportedError
 
 # A step that is not one of the training shows in each: in a count, in a size, in how a momentum begins.
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -425,3 +425,84 @@ def test_gradients_of_some(checkpoint: Any, tmp_path: Path) -> None:
     assert_equal([param.grad is old for param, old in zip(params, gradients, strict=True)], [True] * 4, where="save")
     run.load(checkpoint, tmp_path / "stepped")
     assert_equal([param.grad is old for param, old in zip(params, gradients, strict=True)], [True] * 4, where="load")
+
+
+def _groups(model: _Model, rates: tuple[float, float, float]) -> torch.optim.Optimizer:
+    # As groups with and without decay are made where a part of the model has none of one kind.
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": rates[0]},
+        {"params": list(model.parameters()), "lr": rates[1]},
+        {"params": [], "lr": rates[2]},
+    ]
+    return torch.optim.Adam(groups)
+
+
+@requirement(
+    "CKPT-835",
+    "An optimizer with groups without parameters MUST be saved and restored as any other; those groups MUST stay where "
+    "they are, with the options that the program gave them.",
+)
+def test_groups_without_parameters(checkpoint: Any, tmp_path: Path) -> None:
+    model = _Model()
+    optimizer = _groups(model, (0.1, 0.2, 0.3))
+    torch.autograd.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    with alone(), succeeds("a save", where="groups without parameters"):
+        checkpoint.save_training(tmp_path / "ck", model, optimizer, 1, durable=False)
+    assert_equal([g["lr"] for g in optimizer.param_groups], [0.1, 0.2, 0.3], where="rates behind a save")
+    fresh = _Model()
+    restored = _groups(fresh, (0.4, 0.5, 0.6))
+    for time in ("first", "second"):
+        with alone(), succeeds("a load", where=f"the {time} one"):
+            checkpoint.load_training(tmp_path / "ck", fresh, restored)
+        assert_equal([g["lr"] for g in restored.param_groups], [0.4, 0.2, 0.6], where=f"rates behind the {time} load")
+        assert_equal([len(g["params"]) for g in restored.param_groups], [0, 4, 0], where="parameters of the groups")
+    for own, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert_same_tensors(restored.state[other], optimizer.state[own], where="states")
+
+
+class _Closed(torch.optim.SGD):
+    """One that steps by a closure alone."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@requirement(
+    "CKPT-836",
+    "SparseAdam MUST be restored where it has not stepped. An optimizer whose states cannot be saved by names, or that "
+    "cannot make any without a closure, MUST be refused by its name, with what to do, and stay without states.",
+)
+def test_optimizers_of_their_own_steps(checkpoint: Any, tmp_path: Path) -> None:
+    tables = [torch.nn.Embedding(5, 2, sparse=True) for _ in range(2)]
+    sparse, restored = (torch.optim.SparseAdam(table.parameters()) for table in tables)
+    torch.autograd.backward(tables[0](torch.tensor([1, 3])).sum())
+    sparse.step()  # type: ignore[no-untyped-call]
+    with alone(), succeeds("a save and a load", where="SparseAdam"):
+        checkpoint.save_training(tmp_path / "sparse", tables[0], sparse, 1, durable=False)
+        checkpoint.load_training(tmp_path / "sparse", tables[1], restored)
+    (own,), (other,) = sparse.state.values(), restored.state.values()
+    assert_equal(other["step"], own["step"], where="steps of SparseAdam")
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert_same_tensor(other[name], own[name], where=f"{name} of SparseAdam")
+
+    def loss() -> torch.Tensor:
+        found: torch.Tensor = model(torch.ones(2, 4)).square().sum()
+        torch.autograd.backward(found)
+        return found
+
+    model = _Model()
+    lbfgs, closed = torch.optim.LBFGS(model.parameters()), _Closed(model.parameters(), lr=0.1, momentum=0.9)
+    lbfgs.step(loss)  # type: ignore[no-untyped-call]
+    with alone(), raises(UnsupportedError, mentions=("LBFGS", "list"), where="states in lists"):
+        checkpoint.save_training(tmp_path / "lbfgs", model, lbfgs, 1)
+    closed.step(loss)
+    with alone():
+        checkpoint.save_training(tmp_path / "closed", model, closed, 1, durable=False)
+    fresh = _Model()
+    untrained = _Closed(fresh.parameters(), lr=0.1, momentum=0.9)
+    with alone(), raises(UnsupportedError, mentions=("_Closed", "closure", "has stepped"), where="a closure"):
+        checkpoint.load_training(tmp_path / "closed", fresh, untrained)
+    assert_equal(len(untrained.state), 0, where="states behind a load that was refused")
+    assert_equal([param.grad for param in fresh.parameters()], [None] * 4, where="gradients")
+    assert_equal(sorted(path.name for path in tmp_path.iterdir()), ["closed", "sparse"], where="what was made")

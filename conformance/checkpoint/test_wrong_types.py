@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -128,3 +129,34 @@ def test_options(checkpoint: Any, tmp_path: Path) -> None:
             for value in values:
                 with raises(ConfigError, mentions=(f"where: {name}", "got: "), where=f"{name}={value!r}"):
                     call(**{name: value})
+
+
+@requirement(
+    "CKPT-839",
+    "Names and patterns that are no text, of a file mapping, of states and of tensors to keep, MUST be refused by the "
+    "option's name when they are given; so is a model that is none, and a class in place of a state.",
+)
+def test_names(checkpoint: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer, scheduler = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.lr_scheduler.LinearLR
+    writer = partial(checkpoint.HuggingFaceStorageWriter, tmp_path / "ck", export_dtype="bfloat16")
+    manager = partial(checkpoint.CheckpointManager, tmp_path / "run", model=model, interval=1)
+    consolidate = partial(checkpoint.consolidate_safetensors_files, tmp_path, tmp_path / "out")
+    save = partial(checkpoint.save_training, tmp_path / "step-1", model, optimizer, 1)
+    calls: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
+        ("fqn_to_index_mapping", writer, {"fqn_to_index_mapping": {"a": 1, 3: 1}}),
+        ("fqn_to_index_mapping", consolidate, {"fqn_to_index_mapping": {None: 1}}),
+        ("export_keep", writer, {"export_keep": ["a", None]}),
+        ("export_keep", manager, {"export_dtype": "bfloat16", "export_keep": [re.compile("a")]}),
+        ("states", manager, {"states": {"a": model, 3: model}}),
+        ("states", manager, {"states": {"a": scheduler}}),
+        ("states", save, {"states": {3: model, "a": model}}),
+        ("states", save, {"states": {"a": scheduler}}),
+    ]
+    for name, call, options in calls:
+        with raises(ConfigError, mentions=(f"where: {name}", "got: "), where=f"{options}"):
+            call(**options)
+    for given in (None, 5, model.parameters()):
+        with raises(ConfigError, mentions=("not a model", "where: model"), where=f"{type(given).__name__} as a model"):
+            checkpoint.save_training(tmp_path / "step-1", given, optimizer, 1)
+    assert_equal(list(tmp_path.iterdir()), [], where="what was made")

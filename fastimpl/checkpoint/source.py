@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from fastimpl import ops
-from twinproof.checkpoint.format import as_bits, dense_bytes
+from twinproof.checkpoint.format import as_bits, dense_bytes, waited
 from twinproof.errors import PlanError
 
 __all__ = ["LazySource", "RowFiller", "RowReader", "Source"]
@@ -48,7 +48,7 @@ class Source:
     """
 
     def __init__(self, value: torch.Tensor, dtype: torch.dtype) -> None:
-        self.value = value.detach()
+        self.value = waited(value.detach())
         self.dtype = dtype
         self.device = self.value.device
         plain = self.value.is_contiguous() and not self.value.is_conj() and not self.value.is_neg()

@@ -62,7 +62,15 @@ from twinproof.checkpoint.catalog import (
     to_text,
 )
 from twinproof.checkpoint.described import MetadataChunks, UnreadMetadata
-from twinproof.checkpoint.format import INDEX_NAME, StrPath, local_path, overlaps_itself, torch_dtype
+from twinproof.checkpoint.format import (
+    INDEX_NAME,
+    StrPath,
+    has_memory,
+    local_path,
+    overlaps_itself,
+    torch_dtype,
+    waited,
+)
 from twinproof.checkpoint.plan import (
     Arrangement,
     GlobalPlan,
@@ -368,7 +376,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
                 expected="1 rank",
                 where="save_distributed",
             )
-        if len(plans) > 1 and (self.group is None or dist.get_world_size(self.group) != len(plans)):
+        # One that saves alone, as with no_dist, has no other rank to talk to either.
+        if len(plans) != rank_count_of(self.group):
             size = "none" if self.group is None else f"{dist.get_world_size(self.group)} ranks"
             raise ConfigError(
                 "the writer's group must hold exactly the ranks that save",
@@ -750,7 +759,7 @@ class HuggingFaceStorageReader(StorageReader):
             if name not in self.catalog.tensors:
                 expected = "a name of read_metadata, whose result set_up_storage_reader takes"
                 raise MissingKeyError("not in the checkpoint", got=name, expected=expected, where=str(self.path))
-            target = planner.resolve_tensor(item).detach()
+            target = waited(planner.resolve_tensor(item).detach())
             stored = torch_dtype(self.catalog.tensors[name].dtype)
             if stored is None or target.is_meta:
                 got = self.catalog.tensors[name].dtype if stored is None else "meta target"
@@ -793,6 +802,12 @@ def _check_places(target: torch.Tensor, name: str) -> None:
     if target.layout != torch.strided or target.is_quantized:
         got = f"{target.dtype}, layout {target.layout}"
         raise UnsupportedError("a target without dense memory cannot be filled", got=got, where=name)
+    # What a wrapper is asked for may be a copy of what it wraps: it would be filled, and forgotten.
+    if not has_memory(target):
+        got, expected = f"{type(target).__name__} {list(target.shape)}", "a plain tensor, or what the wrapper wraps"
+        raise UnsupportedError(
+            "a target without memory of its own cannot be filled", got=got, expected=expected, where=name
+        )
     # Values would overwrite each other, in an order that nobody knows.
     if overlaps_itself(target):
         raise UnsupportedError(
@@ -981,7 +996,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         return future
 
     def _target(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-        target: torch.Tensor = planner.resolve_tensor(item).detach()
+        target = waited(planner.resolve_tensor(item).detach())
         name = item.storage_index.fqn
         if target.is_meta or not target.is_floating_point():
             got = "meta target" if target.is_meta else target.dtype

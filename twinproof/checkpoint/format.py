@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from twinproof.errors import ConfigError, CorruptionError, FormatError, NoDataError, UnstorableError, UnsupportedError
 
@@ -42,6 +43,7 @@ __all__ = [
     "dense_bytes",
     "dtype_name",
     "file_name",
+    "has_memory",
     "is_checkpoint_name",
     "lay_out",
     "layout_of",
@@ -51,6 +53,7 @@ __all__ = [
     "parse_json_object",
     "read_header",
     "torch_dtype",
+    "waited",
     "with_options",
 ]
 
@@ -294,7 +297,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_storable(tensor: torch.Tensor, where: str) -> None:
-    """Raise UnstorableError for a tensor without plain memory: meta (NoDataError), sparse, quantized."""
+    """Raise UnstorableError for a tensor without plain memory: meta (NoDataError), sparse, quantized, a wrapper."""
     if tensor.is_meta:
         raise NoDataError("a meta tensor has no data to store", got=list(tensor.shape), where=where)
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -302,6 +305,27 @@ def check_storable(tensor: torch.Tensor, where: str) -> None:
         raise UnstorableError(
             "a tensor without dense memory cannot be stored", got=got, expected="strided", where=where
         )
+    plain = waited(tensor)
+    # A wrapper may answer what is asked of it with values of its own, as torchao's quantized weights do.
+    if not has_memory(plain) and (type(plain) in (torch.Tensor, torch.nn.Parameter) or not has_memory(as_bits(plain))):
+        raise UnstorableError(
+            "a tensor without memory of its own cannot be stored",
+            got=f"{type(tensor).__name__} {list(tensor.shape)}",
+            expected="its values: of a DTensor to_local() or full_tensor(), of a wrapper what it wraps",
+            where=where,
+        )
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a collective is still to fill, when it has; any other as it is."""
+    found: Any = tensor
+    plain: torch.Tensor = found.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return plain
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements have a place: not of a tensor whose storage was freed, or that wraps others."""
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -309,7 +333,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
     torch cannot copy every dtype (float4, float8_e8m0fnu), but it can copy integers of every width.
     """
-    return tensor.detach().resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
+    return waited(tensor.detach()).resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

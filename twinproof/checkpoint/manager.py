@@ -27,7 +27,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 
 from twinproof.checkpoint.dcp import HuggingFaceStorageReader
 from twinproof.checkpoint.format import StrPath, local_path
@@ -36,6 +35,7 @@ from twinproof.checkpoint.native import (
     NativeStorageWriter,
     OptimizerStates,
     State,
+    check_stateful,
     check_states,
     detect_format,
     formats_in,
@@ -144,10 +144,6 @@ class CheckpointPolicy:
         excluded = self.exclude_from_loading
         if _MODEL in excluded:
             raise ConfigError("the model is always loaded", got=excluded, where="exclude_from_loading")
-        if _OPTIMIZER in excluded and _SCHEDULER not in excluded:
-            raise ConfigError(
-                "a scheduler without its optimizer", got=excluded, expected=_SCHEDULER, where="exclude_from_loading"
-            )
 
 
 @dataclass
@@ -301,7 +297,12 @@ class CheckpointManager:
             self._thread_count, self._verifies = check_count(thread_count, "thread_count"), verify_checksums
             self._parts = _modules(model)
             self._states = _named_states(self._parts, optimizers, check_states(states))
-            unknown = sorted(set(self.policy.exclude_from_loading) - self._states.keys())
+            excluded = self.policy.exclude_from_loading
+            if _OPTIMIZER in excluded and _SCHEDULER in self._states.keys() - set(excluded):
+                raise ConfigError(
+                    "a scheduler without its optimizer", got=excluded, expected=_SCHEDULER, where="exclude_from_loading"
+                )
+            unknown = sorted(set(excluded) - self._states.keys())
             if unknown:
                 raise ConfigError(
                     "no such state", got=unknown, expected=sorted(self._states), where="exclude_from_loading"
@@ -512,9 +513,12 @@ class CheckpointManager:
 
         Raises:
             MissingCheckpointError: no complete checkpoint of ``step``, or nothing at ``initial_load_path``.
-            ConfigError: more than the model is asked of an HF checkpoint, or an HF checkpoint of one that is not.
+            ConfigError: no step; more than the model is asked of an HF checkpoint, or an HF checkpoint of one that is
+                not. PlanError: entries of a state for which it has no place, whose keys may be no text.
             FormatError: a checkpoint of both formats. CheckpointException: torch's, with each rank's named error.
         """
+        if type(step) is not int:
+            raise ConfigError("not a step", got=step, expected=">= 0, or -1 for the newest", where="step")
         self._check_open()
         if not self.enable:
             return False
@@ -605,7 +609,7 @@ class CheckpointManager:
 
         targets, reader = together(begun, self._group)
         dcp.load(targets, storage_reader=reader, process_group=self._group)
-        self._set_model(targets if adapter is None else adapter.from_hf(targets))
+        together(lambda: self._set_model(targets if adapter is None else adapter.from_hf(targets)), self._group)
 
     def _hf_reader(self, path: Path) -> Any:
         quantized = self.policy.initial_load_in_hf_quantized
@@ -659,9 +663,7 @@ def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Map
     if taken:
         raise ConfigError("names that the manager uses itself", got=taken, where="states")
     result.update(states)
-    wrong = sorted(name for name, value in result.items() if not isinstance(value, Stateful))
-    if wrong:
-        raise ConfigError("no state_dict and load_state_dict", got=wrong, where="states")
+    check_stateful(result)
     return result
 
 

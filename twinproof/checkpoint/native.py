@@ -6,6 +6,7 @@ the old metadata over new data. Here a native save is staged and shown at one in
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import os
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,8 +37,25 @@ from torch.futures import Future
 from twinproof.checkpoint.catalog import read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
 from twinproof.checkpoint.plan import check_told, with_memory
-from twinproof.checkpoint.publish import Staging, fsync_path, rank_count_of, several_ranks, together
-from twinproof.errors import ConfigError, FormatError, MissingCheckpointError, PlanError, check_flags, check_kind
+from twinproof.checkpoint.publish import (
+    Staging,
+    fsync_path,
+    gather,
+    on_any_rank,
+    rank_count_of,
+    several_ranks,
+    together,
+)
+from twinproof.errors import (
+    ConfigError,
+    FormatError,
+    MissingCheckpointError,
+    PlanError,
+    TwinproofError,
+    UnsupportedError,
+    check_flags,
+    check_kind,
+)
 
 __all__ = [
     "CheckpointFormat",
@@ -44,6 +63,7 @@ __all__ = [
     "NativeStorageWriter",
     "OptimizerStates",
     "State",
+    "check_stateful",
     "check_states",
     "detect_format",
     "formats_in",
@@ -260,7 +280,7 @@ class OptimizerStates(Stateful):
                         optimizer.state.pop(param, None)
                     for key in keys:
                         del flat[key]
-            with _unstepped(mine):
+            with _unstepped(mine), _without_empty_groups(mine):
                 set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in flat}, options=_FLAT)
 
     def undo(self) -> None:
@@ -273,9 +293,36 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def _flat(part: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
-    with _unstepped(optimizers):
-        found: State = get_optimizer_state_dict(part, optimizers, options=_FLAT)
+    with _unstepped(optimizers), _without_empty_groups(optimizers):
+        try:
+            found: State = get_optimizer_state_dict(part, optimizers, options=_FLAT)
+        except NotImplementedError as error:
+            raise UnsupportedError(
+                "states of this optimizer cannot be saved by the names of parameters",
+                got=str(error),
+                expected="tensors, numbers, or mappings of them",
+                where=", ".join(type(each).__name__ for each in optimizers),
+            ) from error
         return found
+
+
+@contextmanager
+def _without_empty_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Sets aside groups without parameters, which torch cannot name: their options are as the program made them."""
+    aside = [
+        (each, place, group)
+        for each in optimizers
+        for place, group in enumerate(each.param_groups)
+        if not group["params"]
+    ]
+    for each, place, _ in reversed(aside):
+        del each.param_groups[place]
+    try:
+        yield
+    finally:
+        # A load makes the list of groups anew.
+        for each, place, group in aside:
+            each.param_groups.insert(place, group)
 
 
 @contextmanager
@@ -307,15 +354,31 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
     rates = [(group, group["lr"]) for group in groups if "lr" in group]
     try:
         for param, _ in gradients:
-            param.grad = torch.zeros_like(param) if param.requires_grad else None
+            param.grad = _no_change(optimizer, param) if param.requires_grad else None
         for group, rate in rates:
             group["lr"] = torch.tensor(0.0) if isinstance(rate, torch.Tensor) else 0.0
         optimizer.step()
+    except TwinproofError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            "the optimizer has no states, and cannot make them by a step without a closure and with gradients of 0",
+            got=f"{type(error).__name__}: {error}",
+            expected="one that has stepped before the load",
+            where=type(optimizer).__name__,
+        ) from error
     finally:
         for param, gradient in gradients:
             param.grad = gradient
         for group, rate in rates:
             group["lr"] = rate
+
+
+def _no_change(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
+    # This one takes gradients of some rows alone.
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return torch.zeros(param.shape, dtype=param.dtype, device=param.device, layout=torch.sparse_coo)
+    return torch.zeros_like(param)
 
 
 def _params(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
@@ -365,17 +428,25 @@ def merged(dicts: Any) -> State:
 def check_states(states: Mapping[str, Any] | None) -> State:
     """The states that were given, if any. Raises ConfigError for what has no names, an empty list too."""
     check_kind({} if states is None else states, Mapping, "states", "name -> object with state_dict")
+    for name in states or {}:
+        check_kind(name, str, "states", "names that are text")
     return dict(states or {})
+
+
+def check_stateful(states: Mapping[str, Any]) -> None:
+    """Demand objects that give and take their states. Raises ConfigError, for a class in place of an object too."""
+    wrong = sorted(name for name, value in states.items() if isinstance(value, type) or not isinstance(value, Stateful))
+    if wrong:
+        raise ConfigError("no state_dict and load_state_dict", got=wrong, where="states")
 
 
 def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, Any] | None) -> tuple[list[Any], State]:
     """The parts of the model, and everything under the names that a ``CheckpointManager`` gives it."""
-    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+    given: Any = model
+    parts = list(given) if isinstance(given, Iterable) and not isinstance(given, torch.nn.Module) else [given]
     several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
     others = check_states(states)
-    wrong = sorted(name for name, value in others.items() if not isinstance(value, Stateful))
-    if wrong:
-        raise ConfigError("no state_dict and load_state_dict", got=wrong, where="states")
+    check_stateful(others)
     is_list = isinstance(several, Sequence) and all(isinstance(each, torch.optim.Optimizer) for each in several)
     if not is_list or not all(isinstance(part, torch.nn.Module) for part in parts):
         got = [type(each).__name__ for each in (model, optimizers)]
@@ -483,6 +554,12 @@ def load_native(
 
     try:
         first, told, asked = together(targets, group)
+        rest = together(lambda: not_asked(asked, _objects(state), reader.read_metadata()), group)
+        if on_any_rank(bool(rest), group):
+            # What another rank asks for is its own: states may be in parts.
+            common = set.intersection(*map(set, gather(rest, group)))
+            lost = [name for name in rest if name in common]
+            asked = together(lambda: with_places(asked, lost, reader.read_metadata()), group)
         dcp.load(asked, storage_reader=reader, process_group=process_group)
         together(lambda: give_back(state, with_own_keys(told, asked)), group)
         together(lambda: ended(first, state), group)
@@ -492,6 +569,11 @@ def load_native(
                 each.undo()
         raise
     return state
+
+
+def _objects(state: State) -> list[str]:
+    # What optimizers have is asked for by the names of their parameters.
+    return [n for n, each in state.items() if isinstance(each, Stateful) and not isinstance(each, OptimizerStates)]
 
 
 def told_by(state: State, saved: Collection[str] | None = None) -> State:
@@ -543,10 +625,92 @@ def with_own_keys(value: Any, loaded: Any) -> Any:
     if value is loaded:
         return value
     # A checkpoint of torch 2.3 or older has a whole mapping as one value, under its own keys.
-    if isinstance(value, Mapping) and all(str(key) in loaded for key in value):
+    if isinstance(value, Mapping) and isinstance(loaded, Mapping) and all(str(key) in loaded for key in value):
         made: Any = copy.copy(value)
-        made.update({key: with_own_keys(each, loaded[str(key)]) for key, each in value.items()})
+        own = {str(key): key for key in value}
+        # One by one: a counter would add them to what it has.
+        for text, each in loaded.items():
+            made[own.get(text, text)] = with_own_keys(value[own[text]], each) if text in own else each
         return made
     if isinstance(value, list) and isinstance(loaded, list) and len(value) == len(loaded):
         return [with_own_keys(a, b) for a, b in zip(value, loaded, strict=True)]
     return loaded
+
+
+# What a checkpoint has of an object, and its ``state_dict`` on no rank asks for. Torch fills what the target has, and
+# leaves the rest without a word: the counts of a counter, a loader's place in each file, where none was opened yet.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """What is put where a value is to be loaded."""
+
+    value: torch.Tensor | None
+
+
+def not_asked(asked: State, names: Collection[str], metadata: Metadata) -> list[str]:
+    """What the checkpoint has under these names of objects, and these targets have no place for."""
+    saved, paths = metadata.state_dict_metadata, metadata.planner_data
+    # A planner of somebody else's may keep no paths.
+    if not names or not isinstance(paths, Mapping):
+        return []
+    mine, _ = flatten_state_dict({name: asked[name] for name in names})
+
+    def is_asked(fqn: str) -> bool:
+        is_tensor = isinstance(saved[fqn], TensorStorageMetadata)
+        return fqn in mine and (isinstance(mine[fqn], torch.Tensor) or not is_tensor)
+
+    return [fqn for fqn, path in paths.items() if path[0] in names and len(path) > 1 and not is_asked(fqn)]
+
+
+def with_places(asked: State, fqns: Collection[str], metadata: Metadata) -> State:
+    """The same targets, with places for these names of the checkpoint.
+
+    Raises:
+        PlanError: keys that may have been no text when they were saved, which the checkpoint does not say.
+    """
+    tree: dict[Any, Any] = {}
+    for fqn in fqns:
+        *before, last = metadata.planner_data[fqn]
+        node, saved = tree, metadata.state_dict_metadata[fqn]
+        for key in before:
+            node = node.setdefault(key, {})
+        memory = None
+        if isinstance(saved, TensorStorageMetadata):
+            memory = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+        node[last] = _Place(memory)
+    return {**asked, **{name: _placed_in(asked[name], below, name) for name, below in tree.items()}}
+
+
+def _placed_in(value: Any, tree: Any, path: str) -> Any:
+    """A target with the places of a tree; what it had is not changed."""
+    if isinstance(tree, _Place):
+        # Torch 2.3 and older saved a mapping as one value: the planner finds that out.
+        return value if isinstance(value, Mapping | list) and len(value) else tree.value
+    if all(isinstance(key, int) for key in tree):
+        entries = list(value) if isinstance(value, list) else []
+        entries += [None] * (1 + max(tree) - len(entries))
+        for key, below in tree.items():
+            entries[key] = _placed_in(entries[key], below, f"{path}.{key}")
+        return entries
+    made: Any = copy.copy(value) if isinstance(value, Mapping) else {}
+    unknown = sorted(key for key in tree if key not in made and _may_be_no_text(key))
+    if unknown:
+        raise PlanError(
+            "the checkpoint has entries for which the state has no place, and their keys may be no text",
+            got=unknown[:5],
+            expected="a state_dict that has these keys before the load, or keys that are words",
+            where=path,
+        )
+    for key, below in tree.items():
+        made[key] = _placed_in(made.get(key), below, f"{path}.{key}")
+    return made
+
+
+def _may_be_no_text(key: str) -> bool:
+    # A number, None, a tuple: a checkpoint has its text alone.
+    try:
+        ast.literal_eval(key)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+    return True

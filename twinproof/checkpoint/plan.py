@@ -484,6 +484,8 @@ class Export:
         """Raises ConfigError."""
         if isinstance(keep, str) or not isinstance(keep, Sequence):
             raise ConfigError("export_keep is a sequence of patterns", got=keep, where="export_keep")
+        for pattern in keep:
+            check_kind(pattern, str, "export_keep", "patterns that are text")
         return cls(_export(dtype), tuple(keep))
 
 
@@ -653,6 +655,7 @@ def check_mapping(mapping: Mapping[str, int] | None) -> dict[str, int] | None:
         return None
     check_kind(mapping, Mapping, "fqn_to_index_mapping", "name -> file index")
     for name, index in mapping.items():
+        check_kind(name, str, "fqn_to_index_mapping", "names that are text")
         if type(index) is not int or index < 1:
             raise ConfigError("a file index is an int from 1", got=index, where=f"fqn_to_index_mapping[{name!r}]")
     used = set(mapping.values())

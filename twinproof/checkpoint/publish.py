@@ -117,6 +117,9 @@ def write_file(path: str, pieces: Iterable[bytes | memoryview], *, durable: bool
     temporary = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex[:12]}")
     try:
         _create(temporary, pieces, durable=durable)
+        if os.path.isfile(path):
+            # Whoever could not read the old file cannot read the new one.
+            os.chmod(temporary, stat.S_IMODE(os.stat(path).st_mode))
         os.rename(temporary, path)
         if durable:
             fsync_path(os.path.dirname(path) or ".")

@@ -51,6 +51,7 @@ from twinproof.checkpoint.format import (
     local_path,
     read_header,
     torch_dtype,
+    waited,
 )
 from twinproof.checkpoint.plan import (
     FORMAT_METADATA,
@@ -108,6 +109,16 @@ def save_file(
     layout = layout_of(tensors, metadata)
     if checksums:
         layout = layout_of(tensors, {**(metadata or {}), **metadata_of(tensors, crc)})
+    if os.path.islink(path):
+        # The link stays, as where others open the path and write.
+        path = os.path.realpath(path)
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise ConfigError(
+            "what is there is no file, and would be replaced by one",
+            got="a device, a pipe or a socket",
+            expected="the path of a file, or of nothing",
+            where=path,
+        )
     parent, name = os.path.split(os.path.abspath(path))
     with contextlib.suppress(OSError):  # A folder that cannot be listed may still be written to.
         warn_of_leftovers(Path(parent), name)
@@ -162,7 +173,7 @@ def _shard(item: WriteItem, planner: SavePlanner, options: WriterOptions) -> _Sh
     value = planner.resolve_data(item)
     assert isinstance(value, torch.Tensor)
     assert item.tensor_data is not None
-    value = value.detach().to(exported_dtype(item.index.fqn, value.dtype, options))
+    value = waited(value.detach()).to(exported_dtype(item.index.fqn, value.dtype, options))
     return _Shard(item.index.fqn, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.size), value)
 
 

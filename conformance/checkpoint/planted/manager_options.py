@@ -194,3 +194,19 @@ anything_is_a_part = patched(
     mutated(f"{_MANAGER}:_modules", "isinstance(part, torch.nn.Module) for part in parts", "parts"),
     kills="CKPT-811",
 )
+
+schedulers_always_there = patched(
+    "An optimizer is left alone with its scheduler alone, though there may be none.",
+    mutated(
+        f"{_MANAGER}:CheckpointManager.__init__",
+        "_SCHEDULER in self._states.keys() - set(excluded)",
+        "_SCHEDULER not in excluded",
+    ),
+    kills="CKPT-837",
+)
+
+anything_is_a_step = patched(
+    "What is no step is looked for among the checkpoints.",
+    mutated(f"{_MANAGER}:CheckpointManager.load", "if type(step) is not int:", "if False:"),
+    kills="CKPT-838",
+)

@@ -188,3 +188,18 @@ any_error_is_of_a_file = patched(
     mutated(f"{_PUBLISH}:reading", " and error.filename in files", ""),
     kills="CKPT-813",
 )
+links_replaced = patched(
+    "A link is replaced by the file, and what it names stays as it was.",
+    mutated("twinproof.checkpoint.shards:save_file", "if os.path.islink(path):", "if False:"),
+    kills="CKPT-840",
+)
+pipes_replaced = patched(
+    "A pipe or a device is replaced by a file.",
+    mutated("twinproof.checkpoint.shards:save_file", "if os.path.exists(path) and", "if False and"),
+    kills="CKPT-840",
+)
+permissions_forgotten = patched(
+    "A new file may be read by whoever could not read the old one.",
+    mutated("twinproof.checkpoint.publish:write_file", "if os.path.isfile(path):", "if False:"),
+    kills="CKPT-840",
+)

@@ -41,8 +41,8 @@ any_group_saves = patched(
     "A writer's group may be of any ranks.",
     mutated(
         f"{_DCP}:HuggingFaceStorageWriter.prepare_global_plan",
-        "self.group is None or dist.get_world_size(self.group) != len(plans)",
-        "self.group is None",
+        "len(plans) != rank_count_of(self.group)",
+        "self.group is None and len(plans) > 1",
     ),
     kills="CKPT-782",
 )
@@ -138,4 +138,22 @@ retention_ends_saves = patched(
         "twinproof.checkpoint.manager:CheckpointManager._saved", "except Exception as error:", "except () as error:"
     ),
     kills="CKPT-810",
+)
+one_rank_saves_for_all = patched(
+    "A rank that saves alone by a writer of all ranks waits for the others.",
+    mutated(
+        f"{_DCP}:HuggingFaceStorageWriter.prepare_global_plan",
+        "if len(plans) != rank_count_of(self.group)",
+        "self.group = self.group if len(plans) > 1 else None\n    if len(plans) != rank_count_of(self.group)",
+    ),
+    kills="CKPT-841",
+)
+adapted_alone = patched(
+    "A rank whose adapter fails raises alone, and the others go on.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._load_hf",
+        "together(lambda: self._set_model(targets if adapter is None else adapter.from_hf(targets)), self._group)",
+        "self._set_model(targets if adapter is None else adapter.from_hf(targets))",
+    ),
+    kills="CKPT-842",
 )

@@ -114,3 +114,28 @@ one_optimizer_is_held_back = patched(
     mutated(f"{_NATIVE}:_unstepped", "for optimizer in optimizers:", "for optimizer in optimizers[:1]:"),
     kills="CKPT-711",
 )
+empty_groups_named = patched(
+    "Groups without parameters are handed to torch, which finds no name for them.",
+    swap(f"{_NATIVE}:_without_empty_groups", lambda optimizers: nullcontext()),
+    kills="CKPT-835",
+)
+empty_groups_go_last = patched(
+    "Groups without parameters come back behind the others.",
+    mutated(f"{_NATIVE}:_without_empty_groups", "insert(place, group)", "append(group)"),
+    kills="CKPT-835",
+)
+gradients_of_all_rows = patched(
+    "SparseAdam is stepped with gradients that it does not take.",
+    mutated(f"{_NATIVE}:_no_change", "isinstance(optimizer, torch.optim.SparseAdam)", "False"),
+    kills="CKPT-836",
+)
+steps_fail_by_themselves = patched(
+    "What the step of an optimizer without states raises is handed on, without what to do.",
+    mutated(f"{_NATIVE}:_fill", "except TwinproofError:", "except Exception:"),
+    kills="CKPT-836",
+)
+states_in_lists_are_torchs = patched(
+    "States that torch cannot name are its error.",
+    mutated(f"{_NATIVE}:_flat", "except NotImplementedError as error:", "except LookupError as error:"),
+    kills="CKPT-836",
+)

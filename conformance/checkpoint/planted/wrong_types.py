@@ -30,8 +30,8 @@ two_ranks_are_few = patched(
     "Two ranks save without a group.",
     mutated(
         "twinproof.checkpoint.dcp:HuggingFaceStorageWriter.prepare_global_plan",
-        "len(plans) > 1 and (self.group",
-        "len(plans) > 2 and (self.group",
+        "len(plans) != rank_count_of",
+        "len(plans) > 2 and len(plans) != rank_count_of",
     ),
     kills="CKPT-546",
 )
@@ -46,4 +46,22 @@ progress_told_to_nobody = patched(
     "What is no function passes for one that is told of progress, until the load calls it.",
     mutated("twinproof.checkpoint.dcp:HuggingFaceStorageReader.__init__", "if progress is not None:", "if False:"),
     kills="CKPT-680",
+)
+
+numbers_name_files = patched(
+    "Names of a file mapping may be anything, until they are sorted or joined.",
+    mutated(
+        "twinproof.checkpoint.plan:check_mapping", 'check_kind(name, str, "fqn_to', 'check_kind(name, object, "fqn_to'
+    ),
+    kills="CKPT-839",
+)
+anything_is_a_pattern = patched(
+    "A pattern may be anything, until the last save matches names with it.",
+    mutated("twinproof.checkpoint.plan:Export.make", "check_kind(pattern, str,", "check_kind(pattern, object,"),
+    kills="CKPT-839",
+)
+classes_are_objects = patched(
+    "A class passes for an object with states.",
+    mutated("twinproof.checkpoint.native:check_stateful", "isinstance(value, type) or", "False or"),
+    kills="CKPT-839",
 )

@@ -1,0 +1,33 @@
+"""Faults that ``test_unasked`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched, swap
+
+_NATIVE = "twinproof.checkpoint.native"
+
+unasked_entries_left = patched(
+    "What a fresh object does not ask for stays in the checkpoint, without a word.",
+    swap(f"{_NATIVE}:not_asked", lambda asked, names, metadata: []),
+    kills=("CKPT-832", "CKPT-833", "CKPT-834"),
+)
+unasked_entries_not_handed_out = patched(
+    "What was loaded beside the keys of an object is not handed to it.",
+    mutated(f"{_NATIVE}:with_own_keys", "if text in own else each", "if text in own else None"),
+    kills="CKPT-832",
+)
+targets_of_objects_changed = patched(
+    "Places are made in what the fresh object said, which may be what it has.",
+    mutated(f"{_NATIVE}:_placed_in", "made: Any = copy.copy(value) if", "made: Any = value if"),
+    kills="CKPT-832",
+)
+numbers_are_text = patched(
+    "A key that may be a number is handed out as its text.",
+    swap(f"{_NATIVE}:_may_be_no_text", lambda key: False),
+    kills="CKPT-833",
+)
+parts_of_all_ranks_loaded = patched(
+    "Each rank loads what the others ask for, too.",
+    mutated(f"{_NATIVE}:load_native", "for name in rest if name in common", "for name in rest"),
+    kills="CKPT-834",
+)

@@ -1,0 +1,143 @@
+"""What a checkpoint has of an object and a fresh one does not ask for: an object gets back all that it said."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.checkpoint.trainer import alone
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
+from twinproof.errors import PlanError
+
+
+class _Said:
+    """An object that says what it was told, as any counter or data loader does."""
+
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def state_dict(self) -> Any:
+        return self.said
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.said = state_dict
+
+
+def _run(said: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), {"loader": _Said(said)}
+
+
+def _save(checkpoint: Any, folder: Path, said: Any) -> None:
+    model, optimizer, states = _run(said)
+    with alone():
+        checkpoint.save_training(folder / "step-1", model, optimizer, 1, states=states, durable=False)
+
+
+def _load(checkpoint: Any, folder: Path, way: str, said: Any) -> Any:
+    """What an object has that said this, when it was restored."""
+    model, optimizer, states = _run(said)
+    with alone():
+        if way == "load_training":
+            checkpoint.load_training(folder / "step-1", model, optimizer, states=states)
+        else:
+            options = {"optimizers": optimizer, "states": states, "interval": 1, "durable": False}
+            with checkpoint.CheckpointManager(folder, model=model, **options) as manager:
+                assert_equal(manager.load(), True, where="a load")
+    return states["loader"].said
+
+
+def _plain(value: Any) -> Any:
+    """The same with tensors as lists, and mappings as dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return ["tensor", str(value.dtype), value.tolist()]
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+# What an object said when it was saved, and what a fresh one says.
+_CASES: dict[str, tuple[Any, Any]] = {
+    "counts": (Counter(wiki=3, books=2), Counter()),
+    "more counts": (Counter(wiki=3, books=2), Counter(wiki=1)),
+    "counts by number": (Counter({1: 3, 2: 5}), Counter({1: 1, 2: 1})),
+    "a mapping that is empty": ({"at": {"wiki": 10}, "n": 1}, {"at": {}, "n": 0}),
+    "a mapping of tensors": (defaultdict(list, a=torch.ones(2), b=torch.tensor(3)), defaultdict(list)),
+    "more of a nested one": ({"a": {"b": {"x": 1, "y.z": 2}}}, {"a": {"b": {"x": 0}}}),
+    "mappings of a list": ({"q": [{"x": 1}, {"x": 2, "y": 5}]}, {"q": [{"x": 0}]}),
+    "a list that is empty": ({"q": [{"x": 1}, torch.ones(2), 7]}, {"q": []}),
+    "a tensor not made yet": ({"ema": torch.ones(3, dtype=torch.float64)}, {"ema": None}),
+    "a mapping not made yet": ({"buffer": {"x": [1, 2]}}, {"buffer": None}),
+    "a number where a mapping was to be": ({"buffer": 5}, {"buffer": {}}),
+    "in order": (OrderedDict(b=1, a=2), OrderedDict()),
+    "by its own keys": ({"at": {0: 4, None: 5}}, {"at": {0: 0, None: 0}}),
+}
+
+
+@requirement(
+    "CKPT-832",
+    "An object MUST get back all that it said when it was saved, from load_training and from a manager: entries of "
+    "mappings and lists that a fresh one does not have yet, too; what a fresh one said itself stays as it was.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_entries_of_objects(checkpoint: Any, tmp_path: Path, way: str) -> None:
+    for number, (what, (said, fresh)) in enumerate(_CASES.items()):
+        _save(checkpoint, tmp_path / f"{number}", said)
+        before = _plain(fresh)
+        with succeeds("a load", where=what):
+            found = _load(checkpoint, tmp_path / f"{number}", way, fresh)
+        assert_equal(_plain(found), _plain(said), where=what)
+        assert_equal(type(found), type(said), where=f"{what}: what it is")
+        if not isinstance(before, dict) or set(before) != set(_plain(said)):
+            assert_equal(_plain(fresh), before, where=f"{what}: what a fresh one said")
+
+
+@requirement(
+    "CKPT-833",
+    "Entries for which an object has no place and whose keys may have been numbers, None or tuples MUST be refused by "
+    "name, with where they are, and the object keep what it had: a checkpoint has their text alone.",
+)
+def test_keys_that_may_be_numbers(checkpoint: Any, tmp_path: Path) -> None:
+    cases: dict[str, tuple[Any, Any, str]] = {
+        "7": ({"at": {7: 1}}, {"at": {}}, "loader.at"),
+        "-2": ({"at": {-2: 1, 1: 1}}, {"at": {1: 0}}, "loader.at"),
+        "None": ({None: 1}, {}, "loader"),
+        "(1, 'a')": ({"a": [{(1, "a"): 1}]}, {"a": []}, "loader.a.0"),
+    }
+    for number, (key, (said, fresh, place)) in enumerate(cases.items()):
+        _save(checkpoint, tmp_path / f"{number}", said)
+        with raises(PlanError, mentions=("no place", repr(key), f"where: {place}"), where=f"key {key}"):
+            _load(checkpoint, tmp_path / f"{number}", "load_training", fresh)
+    second = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    _save(checkpoint, tmp_path / "optimizer", {**second.state_dict(), "state": {0: {"step": torch.tensor(1.0)}}})
+    with raises(PlanError, mentions=("loader.state", "'0'"), where="an optimizer among the states"):
+        _load(checkpoint, tmp_path / "optimizer", "load_training", second.state_dict())
+
+
+def _in_parts(rank: Rank, path: str) -> None:
+    # Each rank has what is its own beside what all have, as data loaders do.
+    checkpoint, own = rank.component("checkpoint"), f"rank {rank.rank}"
+    _save(checkpoint, Path(path), {own: rank.rank, "seen": {"wiki": 3}})
+    found = _load(checkpoint, Path(path), "load_training", {own: -1, "seen": {}})
+    assert_equal(found, {own: rank.rank, "seen": {"wiki": 3}}, where=f"{own}: what none asks for, and its own")
+    fresh = {own: -1, "seen": {} if rank.rank else {"wiki": 0}}
+    found = _load(checkpoint, Path(path), "a manager", fresh)
+    seen = {} if rank.rank else {"wiki": 3}
+    assert_equal(found, {own: rank.rank, "seen": seen}, where=f"{own}: what another rank asks for")
+    with raises(PlanError, mentions=("no place",), where=f"{own}: keys that may be numbers"):
+        _save(checkpoint, Path(path) / "n", {"at": {7: 1}})
+        _load(checkpoint, Path(path) / "n", "load_training", {"at": {}})
+
+
+@requirement(
+    "CKPT-834",
+    "Entries of objects that no rank asks for MUST be loaded on every rank, and those that some rank asks for only "
+    "there: states may be in parts.",
+)
+def test_objects_in_parts(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_in_parts, 2, str(tmp_path))
