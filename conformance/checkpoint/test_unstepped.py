@@ -21,7 +21,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
-from twinproof.errors import PlanError, UnsupportedError
+from twinproof.errors import ConfigError, PlanError, UnsupportedError
 
 # A step that is not one of the training shows in each: in a count, in a size, in how a momentum begins.
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -506,3 +506,34 @@ def test_optimizers_of_their_own_steps(checkpoint: Any, tmp_path: Path) -> None:
     assert_equal(len(untrained.state), 0, where="states behind a load that was refused")
     assert_equal([param.grad for param in fresh.parameters()], [None] * 4, where="gradients")
     assert_equal(sorted(path.name for path in tmp_path.iterdir()), ["closed", "sparse"], where="what was made")
+
+
+@requirement(
+    "CKPT-843",
+    "An optimizer of parameters that are none of the model's, as master weights, MUST be refused by name where it is "
+    "saved or loaded by names of parameters, with how many; among the states it MUST be restored.",
+)
+def test_parameters_of_no_model(checkpoint: Any, tmp_path: Path) -> None:
+    model = _Model()
+
+    def masters() -> torch.optim.Optimizer:
+        return torch.optim.Adam([torch.nn.Parameter(param.detach().double()) for param in model.parameters()])
+
+    stepped, fresh, own = masters(), masters(), torch.optim.SGD(model.parameters())
+    for param in stepped.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    stepped.step()
+    for step in ("save", "load"):
+        verb = checkpoint.save_training if step == "save" else checkpoint.load_training
+        with alone(), raises(ConfigError, mentions=("none of the model's", "4 such", "Adam"), where=f"a {step}"):
+            verb(tmp_path / "ck", model, stepped, *([1] if step == "save" else []))
+        assert_equal(len(stepped.state), 4, where=f"states behind a {step} that was refused")
+        if step == "save":
+            assert_equal(list(tmp_path.iterdir()), [], where="what was made")
+            with alone(), succeeds("a save", where="among the states"):
+                checkpoint.save_training(tmp_path / "ck", model, own, 1, states={"masters": stepped}, durable=False)
+    with alone(), succeeds("a load", where="among the states"):
+        checkpoint.load_training(tmp_path / "ck", model, own, states={"masters": fresh})
+    pairs = zip(stepped.state.values(), fresh.state.values(), strict=True)
+    for number, (saved, loaded) in enumerate(pairs):
+        assert_same_tensors(loaded, saved, where=f"states of parameter {number}")

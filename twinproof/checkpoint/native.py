@@ -10,6 +10,7 @@ import ast
 import copy
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -296,6 +297,17 @@ def _flat(part: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Sta
     with _unstepped(optimizers), _without_empty_groups(optimizers):
         try:
             found: State = get_optimizer_state_dict(part, optimizers, options=_FLAT)
+        except KeyError as error:
+            own = set(map(id, part.parameters()))
+            foreign = sum(id(param) not in own for param in _params(optimizers))
+            if not foreign:
+                raise
+            raise ConfigError(
+                "an optimizer steps parameters that are none of the model's",
+                got=f"{foreign} such parameters, of {', '.join(type(each).__name__ for each in optimizers)}",
+                expected="parameters of the model; an optimizer of others, as of master weights, among the states",
+                where="optimizers",
+            ) from error
         except NotImplementedError as error:
             raise UnsupportedError(
                 "states of this optimizer cannot be saved by the names of parameters",
@@ -589,7 +601,11 @@ def told_by(state: State, saved: Collection[str] | None = None) -> State:
         return value.state_dict() if isinstance(value, Stateful) else value
 
     # Torch asks objects for their states where nobody hears of a rank that fails. In its order: they may exchange some.
-    return {name: said(name) for name in sorted(state)}
+    result = {name: said(name) for name in sorted(state)}
+    if saved is None:
+        for name in _objects(state):
+            result.update(dict.fromkeys(f"{_NO_TEXT}{path}" for path in _with_literals(result[name], name)))
+    return result
 
 
 def give_back(state: State, told: State) -> None:
@@ -630,11 +646,14 @@ def with_own_keys(value: Any, loaded: Any) -> Any:
         own = {str(key): key for key in value}
         # One by one: a counter would add them to what it has.
         for text, each in loaded.items():
-            made[own.get(text, text)] = with_own_keys(value[own[text]], each) if text in own else each
+            if text in own:
+                made[own[text]] = with_own_keys(value[own[text]], each)
+            else:
+                made[text.key if isinstance(text, _Literal) else text] = _as_saved(each)
         return made
-    if isinstance(value, list) and isinstance(loaded, list) and len(value) == len(loaded):
-        return [with_own_keys(a, b) for a, b in zip(value, loaded, strict=True)]
-    return loaded
+    if isinstance(value, list) and isinstance(loaded, list):
+        return [with_own_keys(a, b) for a, b in zip(value, loaded, strict=False)] + _as_saved(loaded[len(value) :])
+    return _as_saved(loaded)
 
 
 # What a checkpoint has of an object, and its ``state_dict`` on no rank asks for. Torch fills what the target has, and
@@ -667,7 +686,7 @@ def with_places(asked: State, fqns: Collection[str], metadata: Metadata) -> Stat
     """The same targets, with places for these names of the checkpoint.
 
     Raises:
-        PlanError: keys that may have been no text when they were saved, which the checkpoint does not say.
+        PlanError: keys that may have been no text when they were saved, where the checkpoint does not say so.
     """
     tree: dict[Any, Any] = {}
     for fqn in fqns:
@@ -679,10 +698,11 @@ def with_places(asked: State, fqns: Collection[str], metadata: Metadata) -> Stat
         if isinstance(saved, TensorStorageMetadata):
             memory = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         node[last] = _Place(memory)
-    return {**asked, **{name: _placed_in(asked[name], below, name) for name, below in tree.items()}}
+    said = {name.removeprefix(_NO_TEXT) for name in metadata.state_dict_metadata if name.startswith(_NO_TEXT)}
+    return {**asked, **{name: _placed_in(asked[name], below, name, said) for name, below in tree.items()}}
 
 
-def _placed_in(value: Any, tree: Any, path: str) -> Any:
+def _placed_in(value: Any, tree: Any, path: str, said: Container[str]) -> Any:
     """A target with the places of a tree; what it had is not changed."""
     if isinstance(tree, _Place):
         # Torch 2.3 and older saved a mapping as one value: the planner finds that out.
@@ -691,26 +711,72 @@ def _placed_in(value: Any, tree: Any, path: str) -> Any:
         entries = list(value) if isinstance(value, list) else []
         entries += [None] * (1 + max(tree) - len(entries))
         for key, below in tree.items():
-            entries[key] = _placed_in(entries[key], below, f"{path}.{key}")
+            entries[key] = _placed_in(entries[key], below, f"{path}.{key}", said)
         return entries
     made: Any = copy.copy(value) if isinstance(value, Mapping) else {}
-    unknown = sorted(key for key in tree if key not in made and _may_be_no_text(key))
-    if unknown:
+    literals = {key for key in tree if key not in made and _may_be_no_text(key)}
+    if literals and path not in said:
         raise PlanError(
             "the checkpoint has entries for which the state has no place, and their keys may be no text",
-            got=unknown[:5],
+            got=sorted(literals)[:5],
             expected="a state_dict that has these keys before the load, or keys that are words",
             where=path,
         )
     for key, below in tree.items():
-        made[key] = _placed_in(made.get(key), below, f"{path}.{key}")
+        made[_Literal(key) if key in literals else key] = _placed_in(made.get(key), below, f"{path}.{key}", said)
     return made
 
 
-def _may_be_no_text(key: str) -> bool:
-    # A number, None, a tuple: a checkpoint has its text alone.
+# Torch stores the text of a key. Of mappings whose keys are numbers, None or tuples of them a save says so by a name.
+_NO_TEXT = "twinproof.keys."
+_MAYBE = re.compile(r"[-+.\d(\[{'\"]|(None|True|False)$|[bB]['\"]")
+
+
+class _Literal(str):
+    """The text of a key that is none, for torch, which keeps the object that a mapping has."""
+
+    @property
+    def key(self) -> Any:
+        return ast.literal_eval(self)
+
+
+def _may_be_no_text(text: str) -> bool:
+    if _MAYBE.match(text) is None:
+        return False
     try:
-        ast.literal_eval(key)
+        ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
     return True
+
+
+def _with_literals(value: Any, path: str) -> Iterator[str]:
+    """Where mappings are whose keys are no text, but for words, and can be made of their text again."""
+    if isinstance(value, Mapping):
+        literals = [key for key in value if _may_be_no_text(str(key))]
+        if literals and all(_is_literal(key) for key in literals):
+            yield path
+        for key, each in value.items():
+            yield from _with_literals(each, f"{path}.{key}")
+    elif isinstance(value, list):
+        for place, each in enumerate(value):
+            yield from _with_literals(each, f"{path}.{place}")
+
+
+def _is_literal(key: Any) -> bool:
+    made = ast.literal_eval(str(key))
+    return type(made) is type(key) and bool(made == key)
+
+
+def _as_saved(value: Any) -> Any:
+    """What was loaded where the object had nothing, under the keys that it had when it was saved."""
+    if isinstance(value, list):
+        return [_as_saved(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    made: Any = copy.copy(value)
+    for text, each in value.items():
+        if isinstance(text, _Literal):
+            del made[text]
+        made[text.key if isinstance(text, _Literal) else text] = _as_saved(each)
+    return made

@@ -13,7 +13,7 @@ unasked_entries_left = patched(
 )
 unasked_entries_not_handed_out = patched(
     "What was loaded beside the keys of an object is not handed to it.",
-    mutated(f"{_NATIVE}:with_own_keys", "if text in own else each", "if text in own else None"),
+    mutated(f"{_NATIVE}:with_own_keys", "else text] = _as_saved(each)", "else text] = None"),
     kills="CKPT-832",
 )
 targets_of_objects_changed = patched(
@@ -30,4 +30,9 @@ parts_of_all_ranks_loaded = patched(
     "Each rank loads what the others ask for, too.",
     mutated(f"{_NATIVE}:load_native", "for name in rest if name in common", "for name in rest"),
     kills="CKPT-834",
+)
+keys_of_new_entries_stay_text = patched(
+    "A number among the keys of what an object had nothing of comes back as its text.",
+    mutated(f"{_NATIVE}:_as_saved", "if isinstance(text, _Literal) else", "if False else"),
+    kills="CKPT-832",
 )

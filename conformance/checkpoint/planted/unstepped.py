@@ -139,3 +139,13 @@ states_in_lists_are_torchs = patched(
     mutated(f"{_NATIVE}:_flat", "except NotImplementedError as error:", "except LookupError as error:"),
     kills="CKPT-836",
 )
+parameters_of_others_unnamed = patched(
+    "Of parameters that are none of the model's torch says the number in its own list.",
+    mutated(f"{_NATIVE}:_flat", "if not foreign:", "if True:"),
+    kills="CKPT-843",
+)
+numbers_of_parameters_not_said = patched(
+    "That an optimizer's own keys are numbers is not saved.",
+    swap(f"{_NATIVE}:_with_literals", lambda value, path: ()),
+    kills="CKPT-843",
+)
