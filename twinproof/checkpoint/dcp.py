@@ -47,11 +47,13 @@ from twinproof.checkpoint.catalog import (
     Chunk,
     LoadEngine,
     LoadJob,
+    MetadataChunks,
     Meter,
     Part,
     Progress,
     StoredRange,
     TensorRecord,
+    UnreadMetadata,
     check_loaded,
     check_present,
     crc32,
@@ -61,7 +63,6 @@ from twinproof.checkpoint.catalog import (
     sums_of,
     to_text,
 )
-from twinproof.checkpoint.described import MetadataChunks, UnreadMetadata
 from twinproof.checkpoint.format import (
     INDEX_NAME,
     StrPath,
