@@ -439,7 +439,7 @@ def semi_sync(p: driver.TrainPipelineSemiSync[Any, Any], _stages: AtOnce, batch:
     if following is not None and p.is_semi_sync() and p.needs_lookup(following):
         p.exchange(following)  # S I of the next batch
         if following.failure is None:
-            p.start_embedding_lookup(following.batch, following.context)  # L O, before T
+            p.look_up_ahead(following)  # L O, before T
     if trains:
         p.run_backward(batch, losses)  # B, then T
         p.run_optimizer()  # P

@@ -148,12 +148,12 @@ def start_ahead(p: AnyPipeline) -> None:
 
 
 def look_up_early(p: AnyLookups, batch: StreamedBatch, calls: list[Call]) -> None:
-    """Issue L and O of those modules that were not looked up yet, through the stage that a subclass may override."""
+    """Issue L and O of those modules that were not looked up yet, ahead of what may raise a loader's error."""
     missing = {call.name for call in calls if call.name not in batch.results}
     if batch.failure is None and missing:
         batch.postponed = frozenset(call.name for call in p.calls) - missing
         try:
-            p.start_embedding_lookup(batch.batch, batch.context)
+            p.look_up_ahead(batch)
         finally:
             batch.postponed = frozenset()
 

@@ -72,14 +72,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def versions_of(module: Any) -> tuple[tuple[int, int], ...]:
+def versions_of(module: Any) -> tuple[tuple[int, Any], ...]:
     """Which tensors a lookup of the module reads, and how often each was written."""
     if hasattr(module, "local_weights"):
         # Ours: what its own listing adds to these are parameters of the same memory, with the versions of the weights.
         tensors = [*module.local_weights(), *_held_tensors(module)]
     else:
         tensors = [*module.buffers(), *module.parameters()]
-    return tuple((id(tensor), tensor._version) for tensor in tensors)
+    # What was made in inference mode has no versions: it counts as written at every look.
+    return tuple((id(tensor), object() if tensor.is_inference() else tensor._version) for tensor in tensors)
 
 
 def _held_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -290,8 +291,9 @@ class StreamedStages:
     @_named("dense_optimizer")
     def optimize(self, late: list[Call], work: Callable[[], None]) -> None:
         """P. Gradients of what a lookup reads were made on the lookup's stream."""
-        for call in late:
-            self._hand_over([param.grad for param in call.module.parameters()], self._engine.current())
+        for call in late if self._engine.stands_for_device else ():
+            listed = getattr(call.module, "listed_parameters", call.module.parameters)
+            self._hand_over([param.grad for param in listed()], self._engine.current())
         work()
         self._engine.record(self._stepped, self._engine.current())
 

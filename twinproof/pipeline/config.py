@@ -28,6 +28,7 @@ __all__ = [
     "UniformInit",
     "apply_optimizer_in_backward",
     "carry_over",
+    "check_attributes",
     "check_given",
     "check_names",
     "check_tables",
@@ -268,13 +269,15 @@ def check_given(
 
 def check_names(tables: Sequence[EmbeddingConfig]) -> None:
     """Demand names that parameters can have: a path of attributes leads to each. Raises ConfigError."""
-    attributes = torch.nn.ModuleDict()
-    for table in tables:
-        if "." in table.name or hasattr(attributes, table.name):
-            expected = "a name without a point that is no attribute of torch.nn.ModuleDict"
-            raise ConfigError(
-                "torch cannot hold a table of this name", got=table.name, expected=expected, where="tables"
-            )
+    check_attributes([table.name for table in tables], torch.nn.ModuleDict(), "table")
+
+
+def check_attributes(names: Iterable[str], holder: torch.nn.Module, what: str) -> None:
+    """Demand names that a holder of torch's can have. Raises ConfigError."""
+    for name in names:
+        if not isinstance(name, str) or not name or "." in name or hasattr(holder, name):
+            expected = f"a name without a point that is no attribute of torch.nn.{type(holder).__name__}"
+            raise ConfigError(f"torch cannot hold a {what} of this name", got=name, expected=expected, where=f"{what}s")
 
 
 def embedding_names(tables: Sequence[EmbeddingConfig]) -> list[str]:
@@ -493,6 +496,22 @@ def check_answer(answer: Any, model: torch.nn.Module) -> tuple[Any, Any]:
             "the forward returns losses and an output", got=got, expected=expected, where=type(model).__name__
         )
     return answer[0], answer[1]
+
+
+def check_losses(losses: Any, model: torch.nn.Module) -> torch.Tensor:
+    """Losses of a model in training: a tensor that a backward can begin at. Raises ConfigError."""
+    if losses is None:
+        raise ConfigError("a model in training returns losses", got=None, where=type(model).__name__)
+    if not isinstance(losses, torch.Tensor):
+        got, expected = type(losses).__name__, "a torch.Tensor with a gradient"
+        raise ConfigError("losses are a tensor", got=got, expected=expected, where=type(model).__name__)
+    if not losses.requires_grad:
+        got = f"losses of {losses.dtype} without a gradient, torch.is_grad_enabled() is {torch.is_grad_enabled()}"
+        expected = "losses of trained parameters, outside of torch.no_grad(); or model.eval()"
+        raise ConfigError(
+            "losses that nothing can be trained by", got=got, expected=expected, where=type(model).__name__
+        )
+    return losses
 
 
 def untraceable(model: torch.nn.Module, error: Exception) -> ConfigError:

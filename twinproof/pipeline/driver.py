@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from twinproof.errors import ConfigError, DistributedError, PipelineError, check_flags
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.optimizers import clear_gradients, trained_params
-from twinproof.pipeline.config import check_answer, check_parts
+from twinproof.pipeline.config import check_answer, check_losses, check_parts
 from twinproof.pipeline.sharding import made_for_training
 from twinproof.pipeline.stages import (
     Attachment,
@@ -42,9 +41,9 @@ from twinproof.pipeline.stages import (
     check_overrides,
     check_placement,
     cut_off,
-    unwrapped,
     without_graph,
 )
+from twinproof.pipeline.torchrec_models import TorchrecModels
 
 __all__ = [
     "EvalPipelineFusedSparseDist",
@@ -72,7 +71,7 @@ Schedule = Callable[[Any, Any, Any], Any]
 _FAILED, _EXHAUSTED, _HAS_BATCH = 0, 1, 2
 
 
-class Pipeline(Generic[In, Out]):
+class Pipeline(TorchrecModels, Generic[In, Out]):
     """A training pipeline: ``progress(dataloader_iter)`` is one step and returns the model's output.
 
     Args:
@@ -161,6 +160,7 @@ class Pipeline(Generic[In, Out]):
         self._current: BatchContext | None = None
         self._made: BatchContext | None = None
         self.calls: list[Call] = []
+        self._late: dict[Any, bool] | None = None
         self._dense: DenseGradients | None = None
         self._attachment: Attachment | None = None
         self._traces: Traces
@@ -238,7 +238,8 @@ class Pipeline(Generic[In, Out]):
         self.fill_pipeline(dataloader_iter)
         if not self._queue or (self._dataloader_exhausted and not self._execute_all):
             raise StopIteration
-        batch = self._queue[0]
+        # What users edit between steps is seen.
+        batch, self._late = self._queue[0], {}
         try:
             output: Out = type(self)._schedule(self, self._stages, batch)
         except BaseException:
@@ -246,7 +247,7 @@ class Pipeline(Generic[In, Out]):
                 self._drop(batch)
             raise
         finally:
-            self._current = None
+            self._current = self._late = None
         self.dequeue_batch()
         self.processed_count += 1
         return output
@@ -308,8 +309,12 @@ class Pipeline(Generic[In, Out]):
             self.exchange(following)
 
     def is_late(self, call: Call) -> bool:
-        """Whether P updates what the module's lookup reads."""
-        return self.trains and call.is_late(self._optimizer)
+        """Whether P updates what the module's lookup reads, which a step finds out once, and again of other groups."""
+        sizes = tuple(len(group["params"]) for group in self._optimizer.param_groups) if self.trains else ()
+        known = {} if self._late is None else self._late
+        if (call.name, sizes) not in known:
+            known[call.name, sizes] = self.trains and call.is_late(self._optimizer)
+        return known[call.name, sizes]
 
     def pull(self, count: int | None = None) -> None:
         """H of as many batches as a forward finds in flight, ``count`` at most, if the loader has them."""
@@ -479,6 +484,12 @@ class Pipeline(Generic[In, Out]):
             yield
         except Exception as error:
             batch.failure = error
+        except BaseException:
+            # Half of an exchange is none, and ranks may have come to different points of theirs.
+            self._failed = self._world_size > 1
+            if not self._failed:
+                self._recall(batch)
+            raise
 
     def look_up(self, batch: BatchContext) -> None:
         """L and O of every module that was not looked up yet, behind S and I. What those raise is not raised here."""
@@ -601,28 +612,6 @@ class Pipeline(Generic[In, Out]):
     def clear_sparse_data_dist_inputs(self, context: Any) -> None:
         """Nothing: what an exchange was given goes with its lookup."""
 
-    def sync_embeddings(self, model: Any, interval_batches: int | None, context: Any = None) -> None:
-        """Average a ``DMPCollection``'s replicas every so many batches; without a context the step's batch counts."""
-        # By name and by class: a place without torchrec has no such model, and a mock of one has its class.
-        is_collection = any(kind.__name__ == "DMPCollection" for kind in model.__class__.__mro__)
-        if is_collection and interval_batches is not None:
-            counted = self._current if context is None else context
-            if counted is None:
-                raise PipelineError("outside of a step a context says which batch", got=None, where="sync_embeddings")
-            if counted.index % interval_batches == 0:
-                model.sync()
-
-    def register_backward_hook(self, site: Any, work: Callable[[Any], None]) -> None:
-        """Call ``work(pipeline)`` in each backward when the gradient that torchrec's ``InjectionSite`` names is there.
-
-        Raises:
-            ConfigError: a site that is not torchrec's.
-        """
-        injection: Any = sys.modules.get("torchrec.distributed.train_pipeline.backward_injection")
-        if injection is None or not isinstance(site, injection.InjectionSite):
-            raise ConfigError("not one of torchrec's injection sites", got=type(site), where="register_backward_hook")
-        injection.register_backward_hook(site, unwrapped(self._model), lambda grad: work(self))
-
     @property
     def _pipelined_modules(self) -> list[Any]:
         return [call.module for call in self.calls]
@@ -644,13 +633,7 @@ class Pipeline(Generic[In, Out]):
 
     def _backward(self, losses: torch.Tensor) -> None:
         """The backward of the sum of losses."""
-        if losses is None:
-            raise ConfigError("a model in training returns losses", got=None, where=type(self._model).__name__)
-        found: Any = losses
-        if not isinstance(found, torch.Tensor):
-            got, where = type(losses).__name__, type(self._model).__name__
-            raise ConfigError("losses are a tensor", got=got, expected="a torch.Tensor with a gradient", where=where)
-        torch.sum(losses, dim=0).backward()  # type: ignore[no-untyped-call]
+        torch.sum(check_losses(losses, self._model), dim=0).backward()  # type: ignore[no-untyped-call]
 
     def _found(self, context: Any) -> BatchContext:
         """The batch in flight that a context belongs to."""
@@ -676,6 +659,21 @@ class LookupPipeline(Pipeline[In, Out]):
         """Look up what may be looked up now and was not yet."""
         if batch is not None:
             self.look_up(self._found(context))
+
+    def look_up_ahead(self, batch: BatchContext) -> None:
+        """``start_embedding_lookup`` before the batch's own step, in which what it raises is raised.
+
+        Where the batch is not the next one, it is looked up again then. Ranks wait for each other, and stop at once.
+        """
+        with self.failure_noted(batch):
+            self.start_embedding_lookup(batch.batch, batch.context)
+        failure = batch.failure
+        if failure is not None:
+            batch.results.clear()
+            batch.failure = failure if batch is self._queue[0] else None
+            self._failed = self._world_size > 1
+            if self._failed:
+                raise failure
 
     def wait_embedding_lookup(self) -> None:
         """Called before the forward: the caller's stream waits for the current batch's lookups."""

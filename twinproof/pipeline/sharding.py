@@ -6,7 +6,7 @@ All of it is a pure function of the tables, the plan and the ranks, so that each
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from twinproof import regime
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, DistributedError
 from twinproof.kvstore.options import Initializer, initial_weights
 from twinproof.kvstore.rows import Buckets, bucket_number, bucket_of, nearest_bucket_of
 from twinproof.pipeline.config import EmbeddingBagConfig, UniformInit, initial_weight
@@ -72,6 +72,10 @@ class Awaitable(Generic[Value]):
                     self._value = finish()
             except Exception as error:
                 self._failure = error
+            except BaseException as error:
+                # Half of an exchange cannot be ended by another try.
+                self._failure = DistributedError("interrupted in the middle", got=type(error).__name__, where="wait")
+                raise
         if self._failure is not None:
             raise self._failure
         return self._value
@@ -317,7 +321,9 @@ def row_wise() -> TableSharding:
 
 def column_wise(ranks: Sequence[int]) -> TableSharding:
     """Columns in blocks of ceil(D / len(ranks)), one for each of these distinct ranks."""
-    return TableSharding("column_wise", tuple(ranks))
+    # What is no list of ranks is refused there.
+    is_list = isinstance(ranks, Iterable) and not isinstance(ranks, str)
+    return TableSharding("column_wise", tuple(ranks) if is_list else ranks)  # type: ignore[arg-type]
 
 
 def data_parallel() -> TableSharding:

@@ -1,0 +1,59 @@
+"""Faults that ``test_own_turn`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault, mutated, patched
+
+_AHEAD = "twinproof.pipeline.driver:LookupPipeline.look_up_ahead"
+
+half_exchanges_kept = patched(
+    "Half of an exchange that was interrupted is taken for the whole.",
+    mutated("twinproof.pipeline.driver:Pipeline.failure_noted", "self._recall(batch)", "pass"),
+    kills="PIPE-650",
+    of="fastimpl",
+)
+early_lookups_raise = patched(
+    "What an early lookup raises comes out at once, and the batch stays in flight.",
+    mutated(_AHEAD, "batch.failure = failure if batch is self._queue[0] else None", "raise failure"),
+    kills="PIPE-651",
+)
+failing_batches_skip_their_turn = patched(
+    "A batch whose early lookup failed is forgotten in the step before.",
+    mutated(
+        _AHEAD,
+        "batch.failure = failure if batch is self._queue[0] else None",
+        "batch.failure = failure; self._queue.remove(batch) if batch is not self._queue[0] else None",
+    ),
+    kills="PIPE-651",
+)
+
+
+@fault(kills="PIPE-652", at="twinproof.pipeline.driver:Pipeline.is_late")
+def asked_each_time(original: Any, schedule: Any, call: Any) -> bool:
+    """What the optimizer updates is found out each time that somebody asks."""
+    schedule._late = None
+    found: bool = original(schedule, call)
+    return found
+
+
+@fault(kills="PIPE-652", at="twinproof.pipeline.driver:Pipeline.is_late")
+def asked_for_good(original: Any, schedule: Any, call: Any) -> bool:
+    """What the optimizer updates is found out once for all steps."""
+    known: dict[str, bool] = schedule.__dict__.setdefault("_known", {})
+    return known.setdefault(call.name, original(schedule, call))
+
+
+groups_of_a_forward_unseen = patched(
+    "A group that is added in a forward is seen by the next step alone.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.is_late", 'len(group["params"]) for group in', "0 for _ in () for group in"
+    ),
+    kills="PIPE-652",
+)
+losses_not_checked = patched(
+    "Losses without a gradient are left to torch's own error.",
+    mutated("twinproof.pipeline.config:check_losses", "not losses.requires_grad", "False"),
+    kills="PIPE-653",
+)

@@ -1,0 +1,199 @@
+"""What is done ahead of a batch's own step, where it fails, and what a step finds out once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import assert_equal, assert_le, raises, requirement
+from conformance.pipeline.cases import EVAL_FUSED, EVALUATION, FUSED, TRAINING
+from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
+from conformance.pipeline.model import assert_bits
+from twinproof.errors import ConfigError
+
+STAGES = ("input_dist", "compute", "output_dist")
+EARLY: tuple[dict[str, Any], ...] = (
+    {},
+    {"embedding_lookup_before_optimizer": True},
+    {"embedding_lookup_after_data_dist": True},
+)
+
+
+def _interrupt(module: Any, method: str, at: int) -> None:
+    """An interrupt in place of this call of a module's method, once."""
+    own, number = getattr(module, method), itertools.count()
+
+    def call(*given: Any) -> Any:
+        if next(number) == at:
+            raise KeyboardInterrupt
+        return own(*given)
+
+    setattr(module, method, call)
+
+
+def _steps(schedule: Any, batches: list[Any]) -> tuple[list[torch.Tensor], list[str]]:
+    """All outputs, and the classes of what was raised between them; a pipeline that only raises is left."""
+    found, errors, loader = list[torch.Tensor](), list[str](), iter(batches)
+    while len(errors) < 3:
+        try:
+            found.append(schedule.progress(loader))
+        except StopIteration:
+            break
+        except (Exception, KeyboardInterrupt) as error:
+            errors.append(type(error).__name__)
+    return found, errors
+
+
+@requirement(
+    "PIPE-650",
+    "An interrupt in the exchange or the lookup of a batch MUST come out once: the next calls go on, with the bits of "
+    "the loop over all batches but at most the one whose step was stopped.",
+)
+@pytest.mark.parametrize("name", TRAINING)
+def test_interrupted_stages(pipeline: Any, name: str) -> None:
+    loops = []
+    for lost in (None, 0, 1, 2):
+        loop = Job(pipeline, 3)
+        loops.append([loop.step(batch) for number, batch in enumerate(loop.batches(4)) if number != lost])
+    for method, at in itertools.product(STAGES, (0, 2)):
+        job, where = Job(pipeline, 3), f"{method}, call {at}"
+        _interrupt(job.collections[1], method, at)
+        found, errors = _steps(job.schedule(name), job.batches(4))
+        assert_equal(errors, ["KeyboardInterrupt"], where=f"{where}: raised")
+        equal = [len(one) == len(found) and all(map(torch.equal, found, one)) for one in loops]
+        assert_equal(any(equal), True, where=f"{where}: the loop's bits, of {len(found)} steps")
+
+
+def _with_a_long_bag(pipeline: Any, job: Job, batch: Batch) -> Batch:
+    """The batch, whose second ids have a bag of five: positions have four weights."""
+    keys, stride = batch.ids[1].keys(), batch.target.numel()
+    lengths = torch.zeros(len(keys) * stride, dtype=torch.int64)
+    lengths[0] = 5
+    ids = pipeline.KeyedJaggedTensor(keys, torch.zeros(5, dtype=torch.int64), lengths=lengths)
+    return Batch(batch.dense, [batch.ids[0], job.there(Batch(batch.dense, [ids], batch.target)).ids[0]], batch.target)
+
+
+@requirement(
+    "PIPE-651",
+    "What a lookup raises MUST come out at its own batch's step, once, however early it was looked up: the step before "
+    "is whole, and those behind have the loop's bits.",
+)
+@pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
+def test_failing_lookups(pipeline: Any, name: str) -> None:
+    variants: tuple[dict[str, Any], ...] = EARLY if name == FUSED else ({},)
+    if name == EVAL_FUSED:
+        variants = ({"enable_embedding_lookup_prefetch": True}, {})
+    if name == "TrainPipelineSemiSync":
+        variants = ({"start_batch": 0}, {})
+    for options in variants:
+        job, loop = (Job(pipeline, 4, processed=True, kinds=("table_wise",)) for _ in range(2))
+        given, where = job.batches(5), f"{options}"
+        given[2] = _with_a_long_bag(pipeline, job, given[2])
+        schedule, raised = job.schedule(name, **options), list[tuple[int, str]]()
+        loader, found = iter(given), list[torch.Tensor]()
+        while len(raised) < 3:
+            try:
+                found.append(schedule.progress(loader))
+            except StopIteration:
+                break
+            except Exception as error:
+                raised.append((schedule.processed_count, type(error).__name__))
+        assert_equal(raised, [(2, "IdRangeError")], where=f"{where}: raised")
+        assert_equal(len(found), 4, where=f"{where}: steps")
+        if "start_batch" in options:
+            continue
+        if name in EVALUATION:
+            loop.model.eval()
+        for got, batch in zip(found, [*loop.batches(2), *loop.batches(2, first=3)], strict=True):
+            assert_bits(got, loop.step(batch), f"{where}: outputs")
+        assert_same_state(job, loop, where)
+
+
+class _Modules:
+    """Counts how often the modules of some are gone through."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, some: list[Any]) -> None:
+        own: Any = torch.nn.Module.named_modules
+        self.count = 0
+
+        def named_modules(module: Any, *given: Any, **options: Any) -> Any:
+            self.count += any(module is each for each in some)
+            return own(module, *given, **options)
+
+        patch.setattr(torch.nn.Module, "named_modules", named_modules)
+
+
+@requirement(
+    "PIPE-652",
+    "A step MUST go through the modules of a sharded collection once at most, and know all the same what its optimizer "
+    "updates: of parameters that were replaced and groups that were added before it, or in its forward.",
+)
+@pytest.mark.parametrize("name", TRAINING)
+def test_modules_of_a_step(pipeline: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    job = Job(pipeline, 6, kinds=("data_parallel",))
+    left = {id(param) for each in job.collections for param in each.parameters()}
+    for group in job.optimizer.param_groups:
+        group["params"] = [param for param in group["params"] if id(param) not in left]
+    first, added = job.collections[0], list[Any]()
+
+    def forward(batch: Any) -> Any:
+        answer = job.model(batch)
+        while added:
+            job.optimizer.add_param_group({"params": added.pop()})
+        return answer
+
+    schedule, loader, seen = job.schedule(name, custom_model_fwd=forward), iter(job.batches(9)), list[list[int]]()
+    own = schedule._stages.optimize
+
+    def optimize(late: list[Any], work: Any) -> None:
+        seen.append([job.collections.index(call.module) for call in late])
+        own(late, work)
+
+    schedule._stages.optimize = optimize
+    counted = _Modules(monkeypatch, job.collections)
+
+    def step() -> None:
+        counted.count = 0
+        schedule.progress(loader)
+        assert_le(counted.count, len(job.collections), where=f"step {len(seen)}: listings of two collections")
+
+    step()
+    job.optimizer.add_param_group({"params": list(first.parameters())})
+    step()
+    for module in first.embedding_bags.values():
+        module.weight = torch.nn.Parameter(module.weight.detach().clone())
+    step()
+    job.optimizer.add_param_group({"params": list(first.parameters())})
+    step()
+    added.append(list(job.collections[1].parameters()))
+    schedule.progress(loader)
+    step()
+    expected = [[], [0], [], [0], [0, 1], [0, 1]]
+    assert_equal(seen, expected, where="collections that the optimizer updates, by step")
+
+
+@requirement(
+    "PIPE-653",
+    "Losses that nothing can be trained by MUST be refused by name, in a step that updates nothing, and the next step "
+    "go on: those of no_grad(), and those that were cut off.",
+)
+def test_losses_without_a_gradient(pipeline: Any) -> None:
+    for where, is_cut in (("no_grad", False), ("detached", True)):
+        job, loop, cuts = Job(pipeline, 2), Job(pipeline, 2), [is_cut]
+
+        def forward(batch: Any, job: Job = job, cuts: list[bool] = cuts) -> Any:
+            losses, output = job.model(batch)
+            return losses.detach() if cuts and cuts.pop() else losses, output
+
+        schedule, loader = job.schedule(FUSED, custom_model_fwd=forward), iter(job.batches(3))
+        with raises(ConfigError, mentions=["losses", "no_grad()"], where=where), torch.set_grad_enabled(is_cut):
+            schedule.progress(loader)
+        found = outputs_of(schedule, loader)
+        expected = [loop.step(batch) for batch in loop.batches(2, first=1)]
+        assert_equal(len(found), 2, where=f"{where}: steps")
+        for got, wanted in zip(found, expected, strict=True):
+            assert_bits(got, wanted, f"{where}: outputs")
+        assert_same_state(job, loop, where)
