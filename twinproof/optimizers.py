@@ -50,11 +50,14 @@ class MasterOf:
 
 def trained_params(optimizer: Any) -> list[Any]:
     """The parameters that an optimizer trains, in its order: of a master the one that it is rounded into."""
-    return [_trained(param) for group in optimizer.param_groups for param in group["params"]]
+    return [_trained(param) for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
 
 
 def clear_gradients(optimizer: Any) -> None:
     """``zero_grad``, and the same for what masters are rounded into, where the backward leaves its gradients."""
+    if optimizer is None:
+        expected = "an optimizer of the dense parameters, or model.eval()"
+        raise ConfigError("a step in training without an optimizer", got=None, expected=expected, where="optimizer")
     optimizer.zero_grad()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if _trained(param) is not param:

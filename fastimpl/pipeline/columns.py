@@ -24,6 +24,8 @@ class Columns:
         self.slots: list[list[Slot]] = [[s for group in groups for s in group.slots] for groups in layout.rank_groups]
         self._count, self._mean_features = len(layout.feature_tables), layout.means()
         self.places = [self._places(rank) for rank in range(len(self.slots))]
+        # Of the features whose sums become means: rank and columns of its block, found once for all steps.
+        self._mean_places = self._places_of(set(self._mean_features))
         self.widths = [sum(slot.shard.width for slot in slots) for slots in self.slots]
         has_partial = any(slot.is_partial for slots in self.slots for slot in slots)
         # Then each column is written once, by one block.
@@ -42,6 +44,17 @@ class Columns:
             places.append((partial, there, here))
             at += width
         return places
+
+    def _places_of(self, features: set[int]) -> dict[int, list[tuple[int, slice]]]:
+        """Feature -> (rank, columns of the rank's block), by rank, then slot."""
+        found: dict[int, list[tuple[int, slice]]] = {feature: [] for feature in features}
+        for rank, slots in enumerate(self.slots):
+            at = 0
+            for slot in slots:
+                if slot.feature in found:
+                    found[slot.feature].append((rank, slice(at, at + slot.shard.width)))
+                at += slot.shard.width
+        return found
 
     def _means(self) -> list[int]:
         """Features whose partial sums become means here, where the whole bag is known."""
@@ -80,10 +93,6 @@ class Columns:
                 torch.div(grad[:, there], over, out=block[:, here])
         for feature in self._means():
             lengths = bags.lengths_of(feature, self._count)
-            for rank, slots in enumerate(self.slots):
-                at = 0
-                for slot in slots:
-                    if slot.feature == feature:
-                        blocks[rank][:, at : at + slot.shard.width] /= lengths
-                    at += slot.shard.width
+            for rank, here in self._mean_places[feature]:
+                blocks[rank][:, here] /= lengths
         return words

@@ -577,6 +577,8 @@ def _empty_like(kjt: "KeyedJaggedTensor", device: torch.device | None) -> "Keyed
 @torch.fx.wrap
 def _concat(kjt_list: list["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
     if len(kjt_list) == 0:
+        if not torch.jit.is_scripting():
+            refuse("config", "no batches to put together", kjt_list, "one batch or more", "concat")
         raise ValueError("no batches to put together")
     first = kjt_list[0]
     if not torch.jit.is_scripting():
@@ -776,6 +778,10 @@ def _regrouped(keyed_tensors: list["KeyedTensor"], groups: list[list[str]]) -> l
         if not torch.jit.is_scripting():
             _missing(missing, list(place.keys()))
         raise ValueError("not features of these tensors: " + ", ".join(missing))
+    if min([len(group) for group in groups] + [1]) == 0:
+        if not torch.jit.is_scripting():
+            refuse("config", "a group of no features has no columns", groups, "a name in each group", "regroup")
+        raise ValueError("a group of no features has no columns")
     parts: list[torch.Tensor] = []
     for group in groups:
         columns = [keyed_tensors[place[key]][key] for key in group]
@@ -997,10 +1003,10 @@ def _of_nested(parts: dict[str, Any]) -> KeyedJaggedTensor:
 
 
 def _check(features: KeyedJaggedTensor, names: Sequence[str], weights: torch.Tensor | None) -> None:
-    keys = features.keys()
-    missing = [name for name in names if name not in keys]
+    known = features.index_per_key()
+    missing = [name for name in names if name not in known]
     if missing:
-        raise MissingKeyError("not features of this batch", got=missing, expected=keys, where="features")
+        raise MissingKeyError("not features of this batch", got=missing, expected=features.keys(), where="features")
     check_ids(Bags(features.values(), features.values(), weights))
 
 

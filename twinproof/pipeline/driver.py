@@ -310,7 +310,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
 
     def is_late(self, call: Call) -> bool:
         """Whether P updates what the module's lookup reads, which a step finds out once, and again of other groups."""
-        sizes = tuple(len(group["params"]) for group in self._optimizer.param_groups) if self.trains else ()
+        sizes = tuple(len(group["params"]) for group in getattr(self._optimizer, "param_groups", ()))
         known = {} if self._late is None else self._late
         if (call.name, sizes) not in known:
             known[call.name, sizes] = self.trains and call.is_late(self._optimizer)

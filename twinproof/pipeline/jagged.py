@@ -6,6 +6,7 @@ checks a batch where it is made, moves it, and gives its memory back.
 
 import abc
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -53,6 +54,8 @@ __all__ = [
     "staggered",
     "sums_by_splits",
     "total",
+    "with_items",
+    "with_tensors",
 ]
 
 
@@ -681,6 +684,21 @@ def _first(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 @torch.fx.wrap
 def _masked(values: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values[mask]
+
+
+def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Bags or columns, of a subclass too, with each of their tensors changed."""
+    made = copy.copy(batch)
+    vars(made).update({name: change(part) for name, part in vars(batch).items() if isinstance(part, torch.Tensor)})
+    return made
+
+
+def with_items(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """A dictionary or a list with each of its values changed; a subclass keeps its attributes, and its class."""
+    made = copy.copy(batch)
+    for key, value in list(batch.items() if isinstance(batch, dict) else enumerate(batch)):
+        made[key] = change(value)
+    return made
 
 
 # Anything else is a stand-in, whose numbers nobody knows: of a tracer, or of a map over a pytree.

@@ -15,12 +15,14 @@ import torch
 from twinproof.engine import eagerly
 from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError, check_flags
 from twinproof.optimizers import Hyper
+from twinproof.pipeline.autograd import FirstDerivatives, eagerly
 from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor, own_batch, select, select_each
 from twinproof.pipeline.config import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     FusedOptimizer,
     InBackwardOptimizer,
+    check_attributes,
     check_bounds_kind,
     check_given,
     check_names,
@@ -137,7 +139,7 @@ def _check_watched(ctx: Any) -> None:
     tuple(ctx.saved_tensors)
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(FirstDerivatives):
     """Pooled rows; the backward takes the optimizer's step."""
 
     @staticmethod
@@ -155,6 +157,14 @@ class _Lookup(torch.autograd.Function):
         weights = module._weight_gradients(ctx.bags, grad) if ctx.needs_input_grad[1] else None
         module._step(ctx.bags, grad)
         return None, weights, None, None
+
+
+def _check_places(tables: Sequence[HeldTable], bags: Bags) -> None:
+    """Raises ConfigError where some of what is read is on meta, whose kernels leave a result as its memory was."""
+    weights = () if bags.weights is None else (bags.weights,)
+    places = {part.device for part in (bags.indices, *weights, *(table.weight for table in tables))}
+    if len(places) > 1 and torch.device("meta") in places:
+        raise ConfigError("a batch and tables of which one is on meta", got=places, where="lookup")
 
 
 def lookup(module: Any, bags: Bags) -> torch.Tensor:
@@ -244,7 +254,11 @@ class TableBatchedEmbeddingBags(BoundToLookup):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
+        dtypes = {name: held.dtype for name, held in self._buffers.items() if held is not None}
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        # ``assign=True`` takes any tensor; one that is this table's already stays itself.
+        for name, dtype in dtypes.items():
+            self._buffers[name] = self._buffers[name].to(dtype).contiguous()  # type: ignore[union-attr]
         name = f"{prefix}step"
         if name in state_dict:
             self.fused_optimizer.step_count = int(state_dict[name])
@@ -307,7 +321,9 @@ class TableBatchedEmbeddingBags(BoundToLookup):
         return [HeldTable(self.weight(index), table.is_mean) for index, table in enumerate(self.tables)]
 
     def _pool(self, bags: Bags) -> torch.Tensor:
-        return self._engine.pool(self._held(), self.feature_tables, bags)
+        held = self._held()
+        _check_places(held, bags)
+        return self._engine.pool(held, self.feature_tables, bags)
 
     def _weight_gradients(self, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
         return self._engine.weight_gradients(self._held(), self.feature_tables, bags, grad)
@@ -476,7 +492,7 @@ class KeyValueBags:
         return self._engine.weight_gradients(tables, features, Bags(places, bags.offsets), grad)
 
 
-class Pooled(torch.autograd.Function):
+class Pooled(FirstDerivatives):
     """Pooled rows of several weights; the backward gives each a dense gradient."""
 
     @staticmethod
@@ -486,6 +502,7 @@ class Pooled(torch.autograd.Function):
         ctx.held = [HeldTable(each, table.is_mean) for each, table in zip(rows, tables, strict=True)]
         ctx.features = [index for index, table in enumerate(tables) for _ in table.feature_names]
         ctx.engine, ctx.bags = engine, bags
+        _check_places(ctx.held, bags)
         _watch(ctx, bags.indices, bags.offsets, bags.weights)
         return engine.pool(ctx.held, ctx.features, bags)
 
@@ -622,7 +639,7 @@ class EmbeddingBagCollection(BoundToLookup):
         return KeyedTensor(list(self._embedding_names), list(self._widths), torch.cat(pooled, dim=1))
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(FirstDerivatives):
     """The rows of ids, as float32 [N, D]; the backward gives the table a dense gradient."""
 
     @staticmethod
@@ -748,7 +765,7 @@ class EmbeddingCollection(BoundToLookup):
         if isinstance(batch, torch.fx.Proxy):
             return self._by_torch(cast(KeyedJaggedTensor, batch))
         features = own_batch(batch)
-        if _are_on_meta(features, next(self.parameters()), "EmbeddingCollection"):
+        if min(_are_on_meta(features, param, "EmbeddingCollection") for param in self.parameters()):
             return self._by_torch(features)
         tables = [table for table in self._configs for _ in table.feature_names]
         given = zip(select_each(features, self.feature_names), tables, strict=True)
@@ -885,6 +902,8 @@ class FeatureProcessorsCollection(torch.nn.Module):
 
 
 def _check_lengths(lengths: Mapping[str, int]) -> None:
+    if not isinstance(lengths, Mapping):
+        raise ConfigError("lengths come by feature", got=lengths, expected="a mapping", where="max_feature_lengths")
     if any(type(length) is not int or length < 1 for length in lengths.values()):
         raise ConfigError("not lengths of bags", got=dict(lengths), expected="ints >= 1", where="max_feature_lengths")
 
@@ -936,6 +955,7 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
         self.max_feature_lengths = dict(max_feature_lengths)
         self._pre_processed = False
         sizes = max_feature_lengths.items()
+        check_attributes(max_feature_lengths, torch.nn.ParameterDict(), "feature")
         weights = {name: torch.nn.Parameter(torch.ones(size, device=device)) for name, size in sizes}
         self.position_weights = torch.nn.ParameterDict(weights)
 
@@ -1024,6 +1044,7 @@ class FeatureProcessedEmbeddingBagCollection(torch.nn.Module):
                 raise ConfigError(
                     "processors are not the features", got=found, expected=sorted(names), where="feature_processors"
                 )
+            check_attributes(feature_processors, torch.nn.ModuleDict(), "feature")
             feature_processors = torch.nn.ModuleDict(dict(feature_processors.items()))
         self._embedding_bag_collection, self._feature_processors = embedding_bag_collection, feature_processors
         self._feature_names = names

@@ -20,6 +20,7 @@ from twinproof.engine import eagerly
 from twinproof.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError
 from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
+from twinproof.pipeline.autograd import FirstDerivatives, eagerly
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
 from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, check_bounds_kind, optimizer_in_backward
 from twinproof.pipeline.jagged import Bags, divisor_on, joined
@@ -191,38 +192,46 @@ class TableParts:
 
     def __init__(self, layout: Layout, lookups: Sequence[Any], optimizer: InBackwardOptimizer) -> None:
         self._layout, self._optimizer = layout, optimizer
-        # The table, this rank's shard of it, what looks it up, and which of its tables it is: the same in every step.
-        self._cut_shards: list[tuple[str, Shard, Any, int]] = [
-            (layout.tables[shard.table].name, shard, lookup, index)
+        rules = [sharding.rule for sharding in layout.shardings]
+        self._cut_tables = {table.name: at for at, table in enumerate(layout.tables) if rules[at].is_cut}
+        # Of this rank's tables its shard, what looks it up, and which of its tables it is: the same in every step.
+        self._own: dict[str, tuple[Shard, Any, int]] = {
+            layout.tables[shard.table].name: (shard, lookup, index)
             for group, lookup in zip(layout.groups, lookups, strict=True)
             for index, shard in enumerate(group.shards)
-            if layout.shardings[shard.table].rule.is_cut
-        ]
+            if rules[shard.table].is_cut
+        }
 
     def local_shards(self) -> dict[str, tuple[Shard, torch.Tensor, dict[str, torch.Tensor]]]:
         """Table -> this rank's shard, its weight [r, c] and its states [r, c] or [r, 1]: themselves, not copies."""
-        return {name: (shard, lookup.weight(i), lookup.states(i)) for name, shard, lookup, i in self._cut_shards}
+        return {name: (shard, lookup.weight(i), lookup.states(i)) for name, (shard, lookup, i) in self._own.items()}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Table -> its weight [r, c], of ``local_shards``."""
-        return ((name, lookup.weight(index)) for name, _, lookup, index in self._cut_shards)
+        return ((name, lookup.weight(index)) for name, (_, lookup, index) in self._own.items())
+
+    def view(self, name: str) -> TableShard:
+        """This rank's part of one table that is cut."""
+        table = self._layout.tables[self._cut_tables[name]]
+        shard, lookup, index = self._own.get(name, (None, None, 0))
+        place = (shard.rows[0], shard.columns[0]) if shard else (0, 0)
+        weight = None if lookup is None else lookup.weight(index)
+        return TableShard.make((table.num_embeddings, table.embedding_dim), table.dtype, weight, place)
 
     def views(self, *, states: bool) -> dict[str, TableShard]:
         """Name -> this rank's part of every table that is cut, or of its optimizer states."""
-        local, views = self.local_shards(), {}
-        for index, table in enumerate(self._layout.tables):
-            if not self._layout.shardings[index].rule.is_cut:
-                continue
-            shard, weight, held = local.get(table.name, (None, None, {}))
+        if not states:
+            return {f"embedding_bags.{name}.weight": self.view(name) for name in self._cut_tables}
+        views, part_counts = dict[str, TableShard](), dict[int, int]()
+        for each in self._layout.shards:
+            part_counts[each.table] = max(part_counts.get(each.table, 0), each.part + 1)
+        for table_name, at in self._cut_tables.items():
+            shard, lookup, index = self._own.get(table_name, (None, None, 0))
+            held = {} if lookup is None else lookup.states(index)
             row, column = (shard.rows[0], shard.columns[0]) if shard else (0, 0)
-            name, rows = f"embedding_bags.{table.name}", table.num_embeddings
-            if not states:
-                views[f"{name}.weight"] = TableShard.make(
-                    (rows, table.embedding_dim), table.dtype, weight, (row, column)
-                )
-                continue
+            table, name = self._layout.tables[at], f"embedding_bags.{table_name}"
             # An optimizer that keeps one value for a row keeps one for each column block.
-            parts = max(each.part for each in self._layout.shards if each.table == index) + 1
+            rows, parts = table.num_embeddings, part_counts[at]
             for state, width in self._optimizer.config.state_widths(table.embedding_dim).items():
                 wide = width == table.embedding_dim and width > 1
                 place = (row, column if wide else shard.part if shard else 0)
@@ -298,10 +307,10 @@ class CutTable(torch.nn.Module):
     @property
     def weight(self) -> TableShard:
         """This rank's part, itself and not a copy."""
-        return self._parts.views(states=False)[f"embedding_bags.{self._table}.weight"]
+        return self._parts.view(self._table)
 
 
-class _Exchanged(torch.autograd.Function):
+class _Exchanged(FirstDerivatives):
     """Pooled columns of all ranks' shards for this rank's samples; the backward sends gradients to the shards.
 
     What ``passing`` holds passes through without a gradient of its own, so that every rank's backward visits it: it
@@ -328,7 +337,7 @@ class _Exchanged(torch.autograd.Function):
         return None, None, None, None, None, *parts, *(torch.zeros_like(each) for each in ctx.passing)
 
 
-class _Replicated(torch.autograd.Function):
+class _Replicated(FirstDerivatives):
     """Parameters that every rank holds; their gradient is the sum over ranks, each divided by ``divisor`` first."""
 
     @staticmethod
@@ -344,7 +353,7 @@ class _Replicated(torch.autograd.Function):
         return None, None, *(part.reshape(g.shape).to(g.dtype) for part, g in zip(parts, grads, strict=True))
 
 
-class _SentWeights(torch.autograd.Function):
+class _SentWeights(FirstDerivatives):
     """The received weights of each lookup, as the weights of all ranks' batches; the backward sends gradients home.
 
     Gradients were divided by W where they were sent to the shards. A weight is one rank's own: what comes home is
@@ -592,7 +601,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def compute(self, ctx: ShardedContext, dist_input: list[Bags]) -> list[torch.Tensor]:
         """This rank's lookups: float32 [all ranks' samples, columns] each, then the data-parallel tables' own."""
         if self.feature_processors is not None:
-            params = self.feature_processors.position_weights.values()
+            params = [_whole(param, name) for name, param in self.feature_processors.position_weights.items()]
             # Gradients of samples were divided by W already, where they were sent.
             ctx.passing = _Replicated.apply(self._exchange, 1, *params)  # type: ignore[no-untyped-call]
         if ctx.way_home is not None:
@@ -616,8 +625,9 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         widths = [layout.table_of(feature).embedding_dim for feature in range(len(layout.feature_tables))]
         if not layout.replicated:
             return Ready(KeyedTensor(list(self._embedding_names), widths, exchanged))
-        own = [f for f, table in enumerate(layout.feature_tables) if table in layout.replicated]
-        sent = [f for f in range(len(widths)) if f not in own]
+        replicated = set(layout.replicated)
+        own = [f for f, table in enumerate(layout.feature_tables) if table in replicated]
+        sent = [f for f, table in enumerate(layout.feature_tables) if table not in replicated]
         columns = dict(zip(sent, torch.split(exchanged, [widths[f] for f in sent], dim=1), strict=True))
         columns |= dict(zip(own, torch.split(output[count], [widths[f] for f in own], dim=1), strict=True))
         parts = [columns[f] for f in sorted(columns)]
@@ -687,7 +697,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         if not replicated:
             return []
         tables = [self.tables[index] for index in replicated]
-        params = [self.embedding_bags[table.name].weight for table in tables]
+        params = [_whole(self.embedding_bags[table.name].weight, table.name) for table in tables]
         weights = _Replicated.apply(self._exchange, self.world_size, *params)  # type: ignore[no-untyped-call]
         features = [f for f, table in enumerate(self.layout.feature_tables) if table in replicated]
         bags = self.layout.features(ctx.bags, features)
@@ -775,6 +785,15 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def _forget_loaded(self, incompatible_keys: Any) -> None:
         names = incompatible_keys.unexpected_keys
         names[:] = [name for name in names if name not in self._loaded]
+
+
+def _whole(param: Any, name: str) -> torch.Tensor:
+    """The parameter, which every rank holds whole. Raises UnsupportedError where ``fully_shard`` has cut it."""
+    if is_dtensor(param):
+        expected = "a whole parameter: name those of this module in fully_shard(ignored_params=)"
+        raise UnsupportedError("a part of what a lookup reads", got=type(param).__name__, expected=expected, where=name)
+    found: torch.Tensor = param
+    return found
 
 
 def _optimizer_of(collection: Any, tables: Sequence[Any], optimizer: FusedOptimizer | None) -> FusedOptimizer:

@@ -22,12 +22,12 @@ from typing import Any, Protocol, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 
 from twinproof.errors import ConfigError, PipelineError, check_flags
 from twinproof.optimizers import trained_params
 from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from twinproof.pipeline.config import untraceable
+from twinproof.pipeline.jagged import with_items, with_tensors
 from twinproof.pipeline.sharding import Awaitable
 
 __all__ = [
@@ -451,8 +451,13 @@ class Attachment:
             module.forward = self._prepared[name] = prepared
 
     def is_overlaid(self) -> bool:
-        """Whether somebody has changed the forward of a module that runs ahead: what was made ahead is another's."""
-        return any(vars(self._driven[name]).get("forward") is not self._prepared[name] for name in self._ahead)
+        """Whether somebody has changed the forward of a module that runs ahead: what was made ahead is another's.
+
+        Or whether another pipeline has taken a module over, and perhaps given it back.
+        """
+        now = {name: vars(module).get("forward") for name, module in self._driven.items()}
+        others = {name for name, forward in now.items() if forward is not self._prepared[name]}
+        return any(name in self._ahead or now[name] is None or isinstance(now[name], Prepared) for name in others)
 
     def close(self) -> None:
         """Twice is harmless. What somebody put on a module meanwhile stays, and reaches the module's own forward."""
@@ -835,14 +840,14 @@ def move_batch(
     if isinstance(batch, KeyedJaggedTensor):
         return batch._map(move)
     if isinstance(batch, (JaggedTensor, KeyedTensor)):
-        return tree_map_only(torch.Tensor, move, batch)
-    if isinstance(batch, dict):
-        return {key: move_batch(value, move, device, copy_stream) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        parts = [move_batch(part, move, device, copy_stream) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return with_tensors(batch, move)
     if hasattr(batch, "to"):
         return _asked_to_go(batch, device, copy_stream)
+    if isinstance(batch, (dict, list)):
+        return with_items(batch, lambda part: move_batch(part, move, device, copy_stream))
+    if isinstance(batch, tuple):
+        parts = [move_batch(part, move, device, copy_stream) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         # Its constructor may take other fields, and has done its work.
         moved = copy.copy(batch)
