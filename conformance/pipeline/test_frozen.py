@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.harness import Rank, assert_equal, requirement
+from conformance.harness import Rank, assert_equal, assert_le, requirement
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.cases import FUSED
 from conformance.pipeline.jobs import KINDS, Job, assert_same_state
@@ -204,3 +205,47 @@ def test_frozen_between_steps(pipeline: Any, name: str) -> None:
         assert_same_state(job, loop, f"step {step}")
         same = {n: torch.equal(job.collections[step % 2].local_shards()[n][1], w) for n, w in held[-1].items()}
         assert_equal(all(same.values()), step >= 2, where=f"step {step}: whether tables stay as they are")
+
+
+class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the most elements that an operator has made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not any(part is found for part in args):
+            self.most = max(self.most, found.numel())
+        return found
+
+
+@requirement(
+    "PIPE-664",
+    "A backward MUST make, and send, no gradient of a table that is frozen; those of the tables beside it have the "
+    "bits that they have where all are trained.",
+)
+@pytest.mark.parametrize("frozen", [("large",), ("large", "also")])
+def test_nothing_is_made_for_frozen(pipeline: Any, frozen: tuple[str, ...]) -> None:
+    names = {"large": 4096, "small": 4, "also": 4}
+    tables = [pipeline.EmbeddingBagConfig(rows, 2, name, feature_names=[name]) for name, rows in names.items()]
+    tables[1].pooling = pipeline.PoolingType.MEAN
+    values = [torch.arange(rows * 2.0).reshape(rows, 2) / 64 for rows in names.values()]
+    ids, lengths = torch.tensor([0, 1, 1] * 3), torch.tensor([2, 1] * 3)
+    for where in ("bags", "replicas"):
+        found = []
+        for are_frozen in (True, False):
+            bags = collection_of(pipeline, tables, values)
+            for name in frozen:
+                bags.embedding_bags[name].weight.requires_grad_(not are_frozen)
+            if where == "replicas":
+                bags = sharded_of(pipeline, bags, dict.fromkeys(names, pipeline.data_parallel()), "sgd", None)
+            pooled = bags(pipeline.KeyedJaggedTensor(list(names), ids, lengths=lengths)).values()
+            with _Largest() as largest:  # type: ignore[no-untyped-call]
+                pooled.square().sum().backward()
+            if are_frozen:
+                assert_le(largest.most, 4096, where=f"{where}: elements of a tensor")
+            found.append({name: bags.embedding_bags[name].weight.grad for name in names})
+        for name in names:
+            assert_equal(found[0][name] is None, name in frozen, where=f"{where}: no gradient of {name}")
+            if name not in frozen:
+                assert_bits(found[0][name], found[1][name], f"{where}: gradient of {name}")

@@ -34,6 +34,7 @@ __all__ = [
     "KeyedMoves",
     "check_ids",
     "check_integers",
+    "check_places",
     "check_positions",
     "cut_sizes",
     "divisor_on",
@@ -41,6 +42,7 @@ __all__ = [
     "joined",
     "joined_rows",
     "longest",
+    "of_tables",
     "offsets_like",
     "offsets_of",
     "padded",
@@ -300,6 +302,33 @@ def joined(parts: Sequence[Bags]) -> "Bags":
         offsets_of(torch.cat([part.offsets.diff() for part in parts])),
         torch.cat(weights) if weights else None,
     )
+
+
+def of_tables(
+    kept: Sequence[int],
+    count: int,
+    feature_tables: Sequence[int],
+    widths: Sequence[int],
+    bags: Bags,
+    grad: torch.Tensor,
+) -> tuple[list[int], Bags, torch.Tensor]:
+    """Of some of ``count`` tables the table of each feature, their bags, and their columns of ``grad`` [B, widths]."""
+    if len(kept) == count:
+        return list(feature_tables), bags, grad
+    places = {table: place for place, table in enumerate(kept)}
+    features = [feature for feature, table in enumerate(feature_tables) if table in places]
+    parts, columns = bags.by_feature(len(widths)), torch.split(grad, list(widths), dim=1)
+    tables = [places[feature_tables[feature]] for feature in features]
+    whole = joined([parts[feature] for feature in features])
+    return tables, whole, torch.cat([columns[feature] for feature in features], dim=1)
+
+
+def check_places(bags: Bags, weights: Sequence[torch.Tensor]) -> None:
+    """Raises ConfigError where some of what is read is on meta, whose kernels leave a result as its memory was."""
+    parts = [bags.indices, *weights, *(() if bags.weights is None else (bags.weights,))]
+    places = {part.device for part in parts}
+    if len(places) > 1 and torch.device("meta") in places:
+        raise ConfigError("a batch and tables of which one is on meta", got=places, where="lookup")
 
 
 def joined_rows(parts: list[tuple[list[str], list[str], torch.Tensor]]) -> tuple[list[str], torch.Tensor]:

@@ -32,7 +32,7 @@ from twinproof.pipeline.config import (
     initialized,
     readable,
 )
-from twinproof.pipeline.jagged import Bags, check_ids, check_positions
+from twinproof.pipeline.jagged import Bags, check_ids, check_places, check_positions, of_tables
 
 __all__ = [
     "BoundToLookup",
@@ -157,14 +157,6 @@ class _Lookup(FirstDerivatives):
         weights = module._weight_gradients(ctx.bags, grad) if ctx.needs_input_grad[1] else None
         module._step(ctx.bags, grad)
         return None, weights, None, None
-
-
-def _check_places(tables: Sequence[HeldTable], bags: Bags) -> None:
-    """Raises ConfigError where some of what is read is on meta, whose kernels leave a result as its memory was."""
-    weights = () if bags.weights is None else (bags.weights,)
-    places = {part.device for part in (bags.indices, *weights, *(table.weight for table in tables))}
-    if len(places) > 1 and torch.device("meta") in places:
-        raise ConfigError("a batch and tables of which one is on meta", got=places, where="lookup")
 
 
 def lookup(module: Any, bags: Bags) -> torch.Tensor:
@@ -322,7 +314,7 @@ class TableBatchedEmbeddingBags(BoundToLookup):
 
     def _pool(self, bags: Bags) -> torch.Tensor:
         held = self._held()
-        _check_places(held, bags)
+        check_places(bags, [table.weight for table in held])
         return self._engine.pool(held, self.feature_tables, bags)
 
     def _weight_gradients(self, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
@@ -502,7 +494,7 @@ class Pooled(FirstDerivatives):
         ctx.held = [HeldTable(each, table.is_mean) for each, table in zip(rows, tables, strict=True)]
         ctx.features = [index for index, table in enumerate(tables) for _ in table.feature_names]
         ctx.engine, ctx.bags = engine, bags
-        _check_places(ctx.held, bags)
+        check_places(bags, rows)
         _watch(ctx, bags.indices, bags.offsets, bags.weights)
         return engine.pool(ctx.held, ctx.features, bags)
 
@@ -513,10 +505,18 @@ class Pooled(FirstDerivatives):
         weights = None
         if ctx.needs_input_grad[3]:
             weights = engine.weight_gradients(held, ctx.features, ctx.bags, grad)
-        # Duplicates are summed as in every lookup: one step of -1 from zero is the sum itself.
-        sums = [HeldTable(torch.zeros_like(table.weight, dtype=torch.float32), table.is_mean) for table in held]
-        engine.update(sums, ctx.features, ctx.bags, grad, "sgd", Hyper(-1.0))
-        dense = [total.weight.to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True)]
+        # Nothing is made for a table that nobody trains.
+        kept = [index for index in range(len(held)) if ctx.needs_input_grad[4 + index]]
+        dense: list[torch.Tensor | None] = [None] * len(held)
+        if kept:
+            # Duplicates are summed as in every lookup: one step of -1 from zero is the sum itself.
+            widths = [held[table].weight.shape[1] for table in ctx.features]
+            features, bags, grad = of_tables(kept, len(held), ctx.features, widths, ctx.bags, grad)
+            zeros = [torch.zeros_like(held[index].weight, dtype=torch.float32) for index in kept]
+            sums = [HeldTable(total, held[index].is_mean) for index, total in zip(kept, zeros, strict=True)]
+            engine.update(sums, features, bags, grad, "sgd", Hyper(-1.0))
+            for index, total in zip(kept, zeros, strict=True):
+                dense[index] = total.to(ctx.dtypes[index])
         return None, None, None, weights, *dense
 
 

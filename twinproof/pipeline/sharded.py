@@ -23,7 +23,7 @@ from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.autograd import FirstDerivatives, eagerly
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
 from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, check_bounds_kind, optimizer_in_backward
-from twinproof.pipeline.jagged import Bags, divisor_on, joined
+from twinproof.pipeline.jagged import Bags, divisor_on, of_tables
 from twinproof.pipeline.modules import (
     EmbeddingBagCollection,
     FeatureProcessedEmbeddingBagCollection,
@@ -409,17 +409,10 @@ class _Trained:
 
     def _step_some(self, kept: list[int], bags: Bags, grad: torch.Tensor) -> None:
         lookup, handle = self._lookup, self._lookup.fused_optimizer
-        features = [feature for feature, table in enumerate(lookup.feature_tables) if table in kept]
         widths = [lookup.tables[table].embedding_dim for table in lookup.feature_tables]
-        parts, columns = bags.by_feature(len(widths)), torch.split(grad, widths, dim=1)
-        lookup._engine.update(
-            [HeldTable(lookup.weight(index), lookup.tables[index].is_mean, lookup.states(index)) for index in kept],
-            [kept.index(lookup.feature_tables[feature]) for feature in features],
-            joined([parts[feature] for feature in features]),
-            torch.cat([columns[feature] for feature in features], dim=1),
-            handle.config.kind,
-            handle.hyper(),
-        )
+        features, part, columns = of_tables(kept, len(self._names), lookup.feature_tables, widths, bags, grad)
+        held = [HeldTable(lookup.weight(index), lookup.tables[index].is_mean, lookup.states(index)) for index in kept]
+        lookup._engine.update(held, features, part, columns, handle.config.kind, handle.hyper())
 
 
 class ShardedEmbeddingBagCollection(torch.nn.Module):
@@ -698,7 +691,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             return []
         tables = [self.tables[index] for index in replicated]
         params = [_whole(self.embedding_bags[table.name].weight, table.name) for table in tables]
-        weights = _Replicated.apply(self._exchange, self.world_size, *params)  # type: ignore[no-untyped-call]
+        # What nobody trains has no gradient to send.
+        trained = [param for param in params if param.requires_grad]
+        known: Any = iter(())
+        if trained:
+            known = iter(_Replicated.apply(self._exchange, self.world_size, *trained))  # type: ignore[no-untyped-call]
+        weights = [next(known) if param.requires_grad else param for param in params]
         features = [f for f, table in enumerate(self.layout.feature_tables) if table in replicated]
         bags = self.layout.features(ctx.bags, features)
         return [Pooled.apply(self._engine, tables, bags, bags.weights, *weights)]  # type: ignore[no-untyped-call]

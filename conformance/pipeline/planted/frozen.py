@@ -48,3 +48,26 @@ means_beside_frozen_tables_are_sums = patched(
     mutated(f"{_TRAINED}._step_some", "lookup.tables[index].is_mean", "False"),
     kills="PIPE-530",
 )
+made_for_frozen = patched(
+    "Gradients of all tables are made, and those of frozen ones are dropped.",
+    mutated("twinproof.pipeline.modules:Pooled.backward", "if ctx.needs_input_grad[4 + index]", "if True"),
+    kills="PIPE-664",
+)
+sent_for_frozen = patched(
+    "Gradients of all replicas are summed over ranks, and those of frozen ones are dropped.",
+    mutated(
+        "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection._replicated_outputs",
+        "trained = [param for param in params if param.requires_grad]",
+        "params = trained = [p if p.requires_grad else p.detach().requires_grad_() for p in params]",
+    ),
+    kills="PIPE-664",
+)
+places_of_all_tables = patched(
+    "Tables beside a frozen one are numbered from the last.",
+    mutated(
+        "twinproof.pipeline.jagged:of_tables",
+        "[places[feature_tables[feature]]",
+        "[len(kept) - 1 - places[feature_tables[feature]]",
+    ),
+    kills="PIPE-664",
+)
