@@ -15,7 +15,7 @@ from conformance.pipeline.cases import EVAL_FUSED, TRAINING
 from conformance.pipeline.jobs import Job, assert_same_state
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.sharding import sharded_of
-from twinproof.errors import ConfigError, UnsupportedError
+from twinproof.errors import ConfigError, LengthTypeError, UnsupportedError
 from twinproof.pipeline import stages
 from twinproof.pipeline.sharded import TableShard
 
@@ -302,9 +302,11 @@ def test_refused_by_name(pipeline: Any) -> None:
         "no batches": (lambda: pipeline.KeyedJaggedTensor.concat([]), "no batches"),
         "a rank": (lambda: pipeline.column_wise(0), "int"),
         "a string": (lambda: pipeline.column_wise("01"), "str"),
+        "lengths": (lambda: pipeline.KeyedJaggedTensor(["a"], torch.ones(1), lengths=[1]), "lengths are a tensor"),
+        "offsets": (lambda: pipeline.JaggedTensor(torch.ones(1), offsets=[0, 1]), "offsets are a tensor"),
     }
     for where, (call, mention) in calls.items():
-        with raises(ConfigError, mentions=[mention], where=where):
+        with raises((ConfigError, LengthTypeError), mentions=[mention], where=where):
             call()
 
 

@@ -384,6 +384,8 @@ class JaggedMeta(abc.ABCMeta, ProxyableClassMeta):
 
 def check_integers(tensor: torch.Tensor | None, name: str, where: str) -> None:
     """Demand integers, or no elements. Raises LengthTypeError."""
+    if tensor is not None and not hasattr(tensor, "dtype"):
+        raise LengthTypeError(f"{name} are a tensor", got=type(tensor).__name__, expected=torch.Tensor, where=where)
     if tensor is not None and tensor.dtype not in _INTEGERS and tensor.numel() != 0:
         raise LengthTypeError(f"{name} must be integers", got=tensor.dtype, expected=_INTEGERS, where=where)
 

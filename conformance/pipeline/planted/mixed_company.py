@@ -30,7 +30,7 @@ weight_gradients_of_graphs = patched(
     swap("twinproof.pipeline.sharded:_SentWeights.backward", staticmethod(_twice(sharded._SentWeights))),
     kills="PIPE-654",
 )
-dictionaries_made_anew = patched(
+dictionaries_of_classes_made_anew = patched(
     "A dictionary of any class is moved as a plain one, and not asked to go.",
     mutated(
         "twinproof.pipeline.stages:move_batch",
@@ -123,7 +123,7 @@ assigned_as_given = patched(
     ),
     kills="PIPE-659",
 )
-names_not_checked = patched(
+names_of_features_unchecked = patched(
     "Names of features are left to torch's own error.",
     swap("twinproof.pipeline.modules:check_attributes", lambda *_: None),
     kills="PIPE-660",
@@ -131,6 +131,11 @@ names_not_checked = patched(
 empty_groups_concatenated = patched(
     "Groups of nothing are left to torch's own error.",
     mutated("twinproof.pipeline.batches:_regrouped", "+ [1]) == 0", "+ [1]) < 0"),
+    kills="PIPE-660",
+)
+lengths_of_lists = patched(
+    "Lengths in a list are asked for their dtype.",
+    mutated("twinproof.pipeline.jagged:check_integers", 'not hasattr(tensor, "dtype")', "False"),
     kills="PIPE-660",
 )
 ranks_of_anything = patched(
