@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, assert_le, raises, requirement
-from conformance.pipeline.cases import EVAL_FUSED, EVALUATION, FUSED, TRAINING
+from conformance.harness import Rank, assert_equal, assert_le, raises, requirement, succeeds
+from conformance.pipeline.cases import EVAL_FUSED, EVALUATION, FUSED, TRAINING, LoaderError
 from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, DistributedError, IdRangeError
 
 STAGES = ("input_dist", "compute", "output_dist")
 EARLY: tuple[dict[str, Any], ...] = (
@@ -67,13 +67,16 @@ def test_interrupted_stages(pipeline: Any, name: str) -> None:
         assert_equal(any(equal), True, where=f"{where}: the loop's bits, of {len(found)} steps")
 
 
-def _with_a_long_bag(pipeline: Any, job: Job, batch: Batch) -> Batch:
-    """The batch, whose second ids have a bag of five: positions have four weights."""
-    keys, stride = batch.ids[1].keys(), batch.target.numel()
-    lengths = torch.zeros(len(keys) * stride, dtype=torch.int64)
-    lengths[0] = 5
-    ids = pipeline.KeyedJaggedTensor(keys, torch.zeros(5, dtype=torch.int64), lengths=lengths)
-    return Batch(batch.dense, [batch.ids[0], job.there(Batch(batch.dense, [ids], batch.target)).ids[0]], batch.target)
+def _fail_at(module: Any, stride: int) -> None:
+    """Lookups of a batch of so many samples fail, each time."""
+    own = module.compute
+
+    def compute(ctx: Any, *given: Any) -> Any:
+        if ctx.strides == [stride]:
+            raise LoaderError("no rows")
+        return own(ctx, *given)
+
+    module.compute = compute
 
 
 @requirement(
@@ -89,9 +92,10 @@ def test_failing_lookups(pipeline: Any, name: str) -> None:
     if name == "TrainPipelineSemiSync":
         variants = ({"start_batch": 0}, {})
     for options in variants:
-        job, loop = (Job(pipeline, 4, processed=True, kinds=("table_wise",)) for _ in range(2))
+        job, loop = Job(pipeline, 4), Job(pipeline, 4)
         given, where = job.batches(5), f"{options}"
-        given[2] = _with_a_long_bag(pipeline, job, given[2])
+        given[2] = job.batch(2, stride=7)
+        _fail_at(job.collections[1], 7)
         schedule, raised = job.schedule(name, **options), list[tuple[int, str]]()
         loader, found = iter(given), list[torch.Tensor]()
         while len(raised) < 3:
@@ -101,7 +105,7 @@ def test_failing_lookups(pipeline: Any, name: str) -> None:
                 break
             except Exception as error:
                 raised.append((schedule.processed_count, type(error).__name__))
-        assert_equal(raised, [(2, "IdRangeError")], where=f"{where}: raised")
+        assert_equal(raised, [(2, "LoaderError")], where=f"{where}: raised")
         assert_equal(len(found), 4, where=f"{where}: steps")
         if "start_batch" in options:
             continue
@@ -197,3 +201,38 @@ def test_losses_without_a_gradient(pipeline: Any) -> None:
         for got, wanted in zip(found, expected, strict=True):
             assert_bits(got, wanted, f"{where}: outputs")
         assert_same_state(job, loop, where)
+
+
+def _with_a_bag(pipeline: Any, job: Job, batch: Batch, count: int) -> Batch:
+    """The batch, whose second ids are one bag of so many: positions have four weights."""
+    keys, stride = batch.ids[1].keys(), batch.target.numel()
+    lengths = torch.zeros(len(keys) * stride, dtype=torch.int64)
+    lengths[0] = count
+    ids = pipeline.KeyedJaggedTensor(keys, torch.zeros(count, dtype=torch.int64), lengths=lengths)
+    return job.there(Batch(batch.dense, [batch.ids[0], ids], batch.target))
+
+
+def _long_bag_of_one_rank(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    job = Job(pipeline, 4, rank, processed=True, kinds=("table_wise", "column_wise"))
+    given = job.batches(8)
+    if rank.rank == 1:
+        given[:2] = [_with_a_bag(pipeline, job, batch, 4 + number) for number, batch in enumerate(given[:2])]
+    schedule, loader = job.schedule(name), iter(given)
+    with succeeds("a step", where=f"{name}, a bag of four"):
+        schedule.progress(loader)
+    with raises((IdRangeError, DistributedError), mentions=["a bag longer than its weights"], where=name):
+        schedule.progress(loader)
+    schedule.reset()
+    with succeeds("a step", where=f"{name}, behind reset()"):
+        schedule.progress(loader)
+
+
+@requirement(
+    "PIPE-665",
+    "A bag that is longer than its position weights MUST stop every rank at its batch's step, by name, whichever rank "
+    "has it and whichever looks it up, and all go on behind reset().",
+)
+def test_long_bag_of_one_rank(rank_pool: Any) -> None:
+    for name in (FUSED, "TrainPipelineSparseDist"):
+        rank_pool.run(_long_bag_of_one_rank, 2, name)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from twinproof.engine import eagerly
-from twinproof.errors import ConfigError, MissingKeyError, ShapeError, UnsupportedError
+from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
 from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.autograd import FirstDerivatives, eagerly
@@ -653,7 +653,23 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         bags, late = settle_bounds(bags, counts, names, self.bounds_check, self._engine)
         if late is not None:
             ctx.late_checks = [late, *self._late_buckets(bags)]
+        elif self.feature_processors is not None:
+            self._check_positions(bags)
         return bags
+
+    def _check_positions(self, bags: Bags) -> None:
+        """Demand bags of this rank's that are no longer than their weights, while the others can be told.
+
+        Raises IdRangeError. On a device the ranks that look up say so, which have to wait there anyway.
+        """
+        assert self.feature_processors is not None
+        by_feature = bags.offsets.diff().view(len(self.feature_names), -1)
+        longest = torch.nn.functional.pad(by_feature, (0, 1)).amax(1).tolist()
+        weights = self.feature_processors.position_weights_dict
+        for name, most in zip(self.feature_names, longest, strict=True):
+            if name in weights and most > weights[name].numel():
+                expected = weights[name].numel()
+                raise IdRangeError("a bag longer than its weights", got=most, expected=expected, where=name)
 
     def _late_buckets(self, bags: Bags) -> list[LateBuckets]:
         """Checks that no id of a key-value table is outside of all its buckets."""

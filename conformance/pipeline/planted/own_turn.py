@@ -57,3 +57,12 @@ losses_not_checked = patched(
     mutated("twinproof.pipeline.config:check_losses", "not losses.requires_grad", "False"),
     kills="PIPE-653",
 )
+bags_of_as_many_refused = patched(
+    "A bag that is as long as its weights is refused.",
+    mutated(
+        "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection._check_positions",
+        "most > weights[name].numel()",
+        "most >= weights[name].numel()",
+    ),
+    kills="PIPE-665",
+)
