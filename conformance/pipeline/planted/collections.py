@@ -86,6 +86,7 @@ names_are_the_collections = patched(
         "list(self._embedding_names)",
         "self._embedding_names",
     ),
+    mutated("twinproof.pipeline.batches:KeyedTensor.__init__", "= list(keys)", "= keys"),
     kills="PIPE-529",
 )
 names_are_the_sharded_collections = patched(
@@ -95,6 +96,7 @@ names_are_the_sharded_collections = patched(
         "list(self._embedding_names), widths, exchanged",
         "self._embedding_names, widths, exchanged",
     ),
+    mutated("twinproof.pipeline.batches:KeyedTensor.__init__", "= list(keys)", "= keys"),
     kills="PIPE-529",
 )
 no_parts_of_no_features = patched(
