@@ -138,11 +138,6 @@ lengths_of_lists = patched(
     mutated("twinproof.pipeline.jagged:check_integers", 'not hasattr(tensor, "dtype")', "False"),
     kills="PIPE-660",
 )
-ranks_of_anything = patched(
-    "A string is a list of ranks.",
-    mutated("twinproof.pipeline.sharding:column_wise", " and not isinstance(ranks, str)", ""),
-    kills="PIPE-660",
-)
 parts_looked_up = patched(
     "Parts of parameters are given to a lookup.",
     mutated("twinproof.pipeline.sharded:_whole", "if is_dtensor(param):", "if False:"),
