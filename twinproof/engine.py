@@ -10,6 +10,8 @@ Rules of the interface: a stream runs what was enqueued on it in order; ``wait``
 
 Host memory for copies is pinned at its exact size, and unpinned when nobody has it any more: never inside a graph
 capture, where waiting for the device is an error, nor in a forked child, where every CUDA call is.
+
+``eagerly`` and ``FirstDerivatives`` say how lookups stand in graphs: of ``torch.compile`` not at all, of autograd once.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 __all__ = [
     "CudaEngine",
     "Engine",
+    "FirstDerivatives",
     "InlineEngine",
     "eagerly",
     "engine_for",
@@ -54,6 +58,19 @@ def eagerly(method: Callable[P, T]) -> Callable[P, T]:
         return method(*args, **options)
 
     return call
+
+
+class FirstDerivatives(torch.autograd.Function):
+    """A function whose backward no graph goes through: kernels and exchanges make gradients that know of no other.
+
+    Under ``create_graph=True`` such gradients would be constants, and what is differentiated again lack their part. By
+    torch's own means its error says so where somebody does, and nothing is refused where nobody does.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        made: Any = staticmethod(once_differentiable(cls.backward))
+        cls.backward = made  # type: ignore[method-assign]
 
 
 class Engine(Protocol):

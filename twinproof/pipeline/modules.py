@@ -12,10 +12,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 
-from twinproof.engine import eagerly
+from twinproof.engine import FirstDerivatives, eagerly
 from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError, check_flags
 from twinproof.optimizers import Hyper
-from twinproof.pipeline.autograd import FirstDerivatives, eagerly
 from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor, own_batch, select, select_each
 from twinproof.pipeline.config import (
     EmbeddingBagConfig,

@@ -16,11 +16,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from twinproof.engine import eagerly
+from twinproof.engine import FirstDerivatives, eagerly
 from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
 from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
-from twinproof.pipeline.autograd import FirstDerivatives, eagerly
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
 from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, check_bounds_kind, optimizer_in_backward
 from twinproof.pipeline.jagged import Bags, divisor_on, of_tables
