@@ -55,7 +55,8 @@ def _trains(rank: Rank) -> None:
     "ahead too, on 1 and 2 ranks, and mix nothing.",
     needs=NEEDS,
 )
-@pytest.mark.parametrize("rank_count", [1, pytest.param(2, marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("rank_count", [1, 2])
 def test_trains(pipeline: Any, kvstore: Any, rank_pool: Any, rank_count: int) -> None:
     if rank_count == 1:
         for name in ("TrainPipelineSparseDist", FUSED, _PREFETCH):
