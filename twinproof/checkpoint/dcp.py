@@ -413,9 +413,13 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         """
         begun_s = time.perf_counter()
         instruction, folder, told, planned_count = self._instructed(planner)
+
+        def checked() -> None:
+            check_told([told, self.options.told(self.path)])
+            check_item_count(plan, planned_count)
+
         # What follows is not the same on ranks whose options differ, and they would wait for each other.
-        self._settled(lambda: check_told([told, self.options.told(self.path)]))
-        self._settled(lambda: check_item_count(plan, planned_count))
+        self._settled(checked)
         if self.options.check_replicas:
             self._settled(lambda: self._check_replicas(planner))
         prepared = self._settled(lambda: self._prepared(plan, planner, instruction, folder, begun_s))
