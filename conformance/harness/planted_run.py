@@ -19,7 +19,7 @@ from conformance.harness.profiles import expecting_failure, generate_only
 from conformance.harness.requirements import requirement_of
 from conformance.harness.suite import Suite, parameters_of
 
-__all__ = ["PARAMETER", "Group", "budget", "bug_of", "groups_of", "judge", "parametrize", "planted"]
+__all__ = ["PARAMETER", "Group", "budget", "bug_of", "groups_of", "judge", "kills", "parametrize", "planted"]
 
 PARAMETER = "planted_bug"
 # Where Hypothesis keeps the settings of a test; its own pytest plugin reads them there.
@@ -114,22 +114,31 @@ def budget(item: pytest.Item) -> Iterator[None]:
                 setattr(test, _SETTINGS, settings)
 
 
-def judge(group: Group, case: CaseResult, call: pytest.CallInfo[Any], report: pytest.TestReport) -> None:
-    """Turn the outcome of a planted case round, after its call or after a setup that did not pass."""
-    if call.when == "teardown" or (call.when == "setup" and report.passed):
+def kills(group: Group, call: pytest.CallInfo[Any]) -> bool:
+    """Whether what ended this part of a planted case is the kill that the run hopes for, or comes behind one."""
+    if call.excinfo is None or call.when == "teardown":
+        return False
+    return group.killed or (call.when == "call" and is_kill(call.excinfo.value))
+
+
+def judge(
+    group: Group, case: CaseResult, when: str, error: BaseException | None, report: pytest.TestReport, killed: bool
+) -> None:
+    """Turn the outcome of a planted case round, after its call or after a setup that did not pass.
+
+    ``killed`` is what :func:`kills` said; of a kill, ``report`` tells nothing.
+    """
+    if when == "teardown" or (when == "setup" and report.passed and not killed):
         return
     group.remaining -= 1
-    error = call.excinfo.value if call.excinfo is not None else None
     assert case.bug is not None
-    if group.killed:
-        case.verdict = "killed"
+    if killed or group.killed:
+        case.verdict, group.killed = "killed", True
     elif error is None:
         case.verdict = "survived"
         group.survived += 1
     elif report.skipped:
         case.verdict = "skipped"
-    elif call.when == "call" and is_kill(error):
-        case.verdict, group.killed = "killed", True
     else:
         case.verdict = "no kill"
     if case.verdict == "killed":

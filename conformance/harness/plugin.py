@@ -24,7 +24,7 @@ from conformance.harness.collection import select, tolerance_of
 from conformance.harness.devices import absent_capabilities, place_of, prepare_device
 from conformance.harness.environment import environment_line
 from conformance.harness.failures import describe, failure_of
-from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, parametrize, planted
+from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, kills, parametrize, planted
 from conformance.harness.profiles import using_profile
 from conformance.harness.report import write_json
 from conformance.harness.suite import OPTIONS, SUITE, Suite, requirement_of_item
@@ -155,18 +155,22 @@ def _watched(item: pytest.Item) -> contextlib.AbstractContextManager[None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    group = item.config.stash[_GROUPS].get(item.nodeid)
+    error = call.excinfo.value if call.excinfo is not None else None
+    killed = group is not None and kills(group, call)
+    if killed:
+        # Nobody reads the failure that was hoped for: writing it down took a tenth of a run, and --pdb stopped at each.
+        call.excinfo = None
     report = yield
     requirement = requirement_of_item(item)
     if requirement is None:
         return report
     suite = item.config.stash[SUITE]
     case = suite.recorder.case(item.nodeid, requirement, bug_of(item))
-    group = item.config.stash[_GROUPS].get(item.nodeid)
     if group is not None:
-        judge(group, case, call, report)
+        judge(group, case, call.when, error, report, killed)
     case.duration_s += report.duration
     if report.failed:
-        error = call.excinfo.value if call.excinfo is not None else None
         text = describe(suite, item, case, error)
         report.sections.append(("twinproof", text))
         case.outcome, case.message = "failed" if call.when == "call" else "error", text

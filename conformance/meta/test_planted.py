@@ -104,6 +104,18 @@ def test_a_dead_bug_is_not_killed_again(toy: Callable[..., pytest.RunResult]) ->
     assert asked == ["1", "1", "2"]
 
 
+def test_a_kill_is_no_failure_to_a_debugger(toy: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
+    # What pytest writes down of failures, and where --pdb stops, are those that somebody has to look at.
+    pytester.makeconftest("""
+    def pytest_exception_interact(node, call, report):
+        print("looked at", node.name)
+    """)
+    bugs = _planted(_bug("adds_one", "CKPT-001", _around("add")), _bug("crashes", "CKPT-004", _around("crash")))
+    result = toy(_TESTS, "--twinproof-planted", "only", "-s", planted=bugs)
+    result.assert_outcomes(passed=3, failed=1)
+    assert re.findall(r"looked at (\w+)", result.stdout.str()) == ["test_other"]
+
+
 def test_survived_crashed_and_unplantable(toy: Callable[..., pytest.RunResult]) -> None:
     bugs = _planted(
         _bug("harmless", "CKPT-001", _around("lambda original, x: original(x)")),
