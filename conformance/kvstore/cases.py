@@ -79,14 +79,19 @@ def header(key: int, timestamp: int, count: int, used: bool = True) -> bytes:
 
 def random_row(layout: Any, key: int, timestamp: int, count: int, seed: int) -> bytes:
     """A whole row: header, random weight and states, zero padding."""
-    row = bytearray(layout.row_bytes)
-    row[:16] = header(key, timestamp, count)
+    return bytes(_rows_of(layout, [header(key, timestamp, count)], seed).numpy())
+
+
+def _rows_of(layout: Any, headers: Sequence[bytes], seed: int) -> torch.Tensor:
+    """Whole rows below these headers, uint8 [n, row_bytes]: random weights and states, zero padding."""
+    rows = torch.zeros(len(headers), layout.row_bytes, dtype=torch.uint8)
+    rows[:, :16] = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8).reshape(-1, 16)
     slots = [(16, layout.embedding_dim, layout.weight_dtype)]
     slots += [(slot.offset_bytes, slot.count, slot.dtype) for slot in layout.state_slots.values()]
-    for number, (offset, count_, dtype) in enumerate(slots):
-        raw = random_bits(dtype, (1, count_), seed * 31 + number).view(torch.uint8).numpy().tobytes()
-        row[offset : offset + len(raw)] = raw
-    return bytes(row)
+    for number, (offset, count, dtype) in enumerate(slots):
+        values = random_bits(dtype, (len(headers), count), seed * 31 + number).view(torch.uint8)
+        rows[:, offset : offset + values.shape[1]] = values
+    return rows
 
 
 def rows_tensor(rows: Sequence[bytes], row_bytes: int) -> torch.Tensor:
@@ -104,8 +109,9 @@ def stamp_and_count(place: int, seed: int) -> tuple[int, int]:
 def random_rows(store: Any, ids: Sequence[int], seed: int, table: str = "t") -> torch.Tensor:
     """Whole rows for distinct or repeated ids, each with its own header and values."""
     layout = store.layout(table)
-    made = [random_row(layout, key, *stamp_and_count(n, seed), seed + n) for n, key in enumerate(ids)]
-    return rows_tensor(made, layout.row_bytes)
+    if not ids:
+        return torch.zeros(0, layout.row_bytes, dtype=torch.uint8)
+    return _rows_of(layout, [header(key, *stamp_and_count(n, seed)) for n, key in enumerate(ids)], seed)
 
 
 def contents(store: Any) -> Contents:
