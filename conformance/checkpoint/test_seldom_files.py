@@ -641,5 +641,7 @@ def test_files_that_are_there(checkpoint: Any, tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with raises(ConfigError, mentions=("no file", str(pipe)), where="a pipe"):
         checkpoint.save_file({"w": torch.ones(2)}, pipe)
+    with raises(StorageError, mentions=("EISDIR", str(tmp_path)), where="a folder"):
+        checkpoint.save_file({"w": torch.ones(2)}, tmp_path)
     assert_equal(pipe.is_fifo(), True, where="the pipe")
     assert_equal(len(list(tmp_path.iterdir())), 3, where="what is there")

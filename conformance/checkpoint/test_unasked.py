@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from conformance.checkpoint.trainer import alone
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
@@ -85,6 +88,7 @@ _CASES: dict[str, tuple[Any, Any]] = {
     "None, tuples, bytes, truth": ({"at": {None: 1, (1, "a"): 2, b"x": 3, True: 4, 1.5: 5}}, {"at": None}),
     "numbers in a list": ({"q": [{3: {4: 5}}, {6: 7}]}, {"q": []}),
     "numbers in some of a list": ({"q": [{3: 1}, {6: 7}]}, {"q": [{3: 0}]}),
+    "text that begins as a number": ({"at": {"1st": 1, "(": 2}}, {"at": {}}),
     "text of numbers": ({"at": {"7": 1}}, {"at": {"7": 0}}),
     "an optimizer's own": ({"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 0.1}]}, {"state": {}}),
 }
@@ -151,3 +155,27 @@ def _in_parts(rank: Rank, path: str) -> None:
 )
 def test_objects_in_parts(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     rank_pool.run(_in_parts, 2, str(tmp_path))
+
+
+@requirement(
+    "CKPT-825",
+    "A load MUST be refused, and the object keep what it had, where the checkpoint has one value and the object "
+    "entries; a checkpoint whose planner kept no paths MUST load what the objects ask for.",
+)
+def test_one_value_for_entries_and_no_paths(checkpoint: Any, tmp_path: Path) -> None:
+    cases: dict[str, tuple[Any, Any]] = {
+        "an entry of the object": ({"at": 5}, {"at": {"a": 1}}),
+        "all of the object": (5, {"a": 1}),
+    }
+    for what, (said, fresh) in cases.items():
+        _save(checkpoint, tmp_path / what, said)
+        with raises(CheckpointException, where=what):
+            _load(checkpoint, tmp_path / what, "load_training", fresh)
+        assert_equal(fresh, cases[what][1], where=f"{what}: what the object had")
+    _save(checkpoint, tmp_path, {"at": {"wiki": 10}})
+    metadata = tmp_path / "step-1" / ".metadata"
+    # As DefaultSavePlanner(flatten_state_dict=False) leaves it.
+    metadata.write_bytes(pickle.dumps(replace(pickle.loads(metadata.read_bytes()), planner_data=None)))
+    with succeeds("a load", where="no paths"):
+        found = _load(checkpoint, tmp_path, "load_training", {"at": {"wiki": 0}})
+    assert_equal(found, {"at": {"wiki": 10}}, where="no paths")

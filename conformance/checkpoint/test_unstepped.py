@@ -537,3 +537,44 @@ def test_parameters_of_no_model(checkpoint: Any, tmp_path: Path) -> None:
     pairs = zip(stepped.state.values(), fresh.state.values(), strict=True)
     for number, (saved, loaded) in enumerate(pairs):
         assert_same_tensors(loaded, saved, where=f"states of parameter {number}")
+
+
+_REFUSED = "no step today; got: a step; where: the optimizer"
+
+
+class _Refusing(torch.optim.SGD):
+    """One that has a named error of its own."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        raise ConfigError("no step today", got="a step", where="the optimizer")
+
+
+class _Lacking(torch.optim.SGD):
+    """One that says its states and lacks what it needs for it."""
+
+    def state_dict(self) -> Any:
+        raise KeyError("its own")
+
+
+@requirement(
+    "CKPT-826",
+    "What an optimizer raises MUST reach the caller as it is, where it says its states and lacks a key of its own, and "
+    "where it refuses its step by a named error.",
+)
+def test_errors_of_optimizers(checkpoint: Any, tmp_path: Path) -> None:
+    model = _Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.autograd.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    with alone():
+        checkpoint.save_training(tmp_path / "ck", model, optimizer, 1, durable=False)
+    found = []
+    for verb, kind in ((checkpoint.save_training, _Lacking), (checkpoint.load_training, _Refusing)):
+        own, steps = kind(model.parameters(), lr=0.1, momentum=0.9), [1] if kind is _Lacking else []
+        # The error itself, not one that it is the cause of.
+        try:
+            with alone():
+                verb(tmp_path / "ck", model, own, *steps)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    assert_equal(found, [("KeyError", "'its own'"), ("ConfigError", _REFUSED)], where="what reached the caller")

@@ -36,3 +36,13 @@ keys_of_new_entries_stay_text = patched(
     mutated(f"{_NATIVE}:_as_saved", "if isinstance(text, _Literal) else", "if False else"),
     kills="CKPT-832",
 )
+paths_of_every_planner = patched(
+    "A checkpoint is taken to have the paths of its names, whatever planner saved it.",
+    mutated(f"{_NATIVE}:not_asked", "not names or not isinstance(paths, Mapping)", "not names"),
+    kills="CKPT-825",
+)
+one_value_in_place_of_entries = patched(
+    "One value of the checkpoint takes the place of all entries that the object has.",
+    mutated(f"{_NATIVE}:_placed_in", "isinstance(value, Mapping | list) and len(value)", "False"),
+    kills="CKPT-825",
+)

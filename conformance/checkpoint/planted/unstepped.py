@@ -134,6 +134,11 @@ steps_fail_by_themselves = patched(
     mutated(f"{_NATIVE}:_fill", "except TwinproofError:", "except Exception:"),
     kills="CKPT-836",
 )
+named_errors_of_steps_wrapped = patched(
+    "A named error of an optimizer's own step is told as one of an optimizer that needs a closure.",
+    mutated(f"{_NATIVE}:_fill", "    except TwinproofError:\n        raise\n", ""),
+    kills="CKPT-826",
+)
 states_in_lists_are_torchs = patched(
     "States that torch cannot name are its error.",
     mutated(f"{_NATIVE}:_flat", "except NotImplementedError as error:", "except LookupError as error:"),
@@ -143,6 +148,11 @@ parameters_of_others_unnamed = patched(
     "Of parameters that are none of the model's torch says the number in its own list.",
     mutated(f"{_NATIVE}:_flat", "if not foreign:", "if True:"),
     kills="CKPT-843",
+)
+keys_lacking_are_parameters_of_others = patched(
+    "Whatever key an optimizer lacks is told as a parameter that is none of the model's.",
+    mutated(f"{_NATIVE}:_flat", "if not foreign:\n                raise\n", "if False:\n                raise\n"),
+    kills="CKPT-826",
 )
 numbers_of_parameters_not_said = patched(
     "That an optimizer's own keys are numbers is not saved.",
