@@ -545,7 +545,7 @@ _REFUSED = "no step today; got: a step; where: the optimizer"
 class _Refusing(torch.optim.SGD):
     """One that has a named error of its own."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         raise ConfigError("no step today", got="a step", where="the optimizer")
 
 

@@ -310,6 +310,31 @@ def test_copied_masters(offload: Any, how: str) -> None:
 
 
 @requirement(
+    "OPT-580",
+    "Parameters of 32 bits, which are their own masters, MUST stay no masters of others in a copy and a pickle; a load "
+    "of masters' own values MUST change nothing; and masters of no parameter MUST be attached to any optimizer.",
+)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_masters_of_themselves_and_of_none(offload: Any, how: str) -> None:
+    masters = offload.MasterWeights([*_halves(1), torch.nn.Parameter(values((3,), 7))])
+    twin = copy.deepcopy(masters) if how == "deepcopy" else pickle.loads(pickle.dumps(masters))
+    for of, each in (("masters", masters), ("a copy", twin)):
+        own = list(each.parameters())
+        assert_equal([hasattr(param, "master_of") for param in own], [True, False], where=f"marks of {of}")
+        before = [param.detach().clone() for param in own]
+        each.load(own)
+        for param, value in zip(own, before, strict=True):
+            assert_same_tensor(param.detach(), value, where=f"{of} behind a load of their own values")
+    (param,) = _halves(1)
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    with succeeds("a step", where="masters of no parameter"):
+        offload.MasterWeights([]).attach(optimizer)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert_same_tensor(param.detach(), values((4, 3), 0, torch.bfloat16) - 0.5, where="the parameter")
+
+
+@requirement(
     "OPT-513",
     "Masters that are made in inference mode MUST step outside of it as any others; parameters made in inference mode "
     "MUST be refused by name.",

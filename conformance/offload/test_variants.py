@@ -100,7 +100,7 @@ def test_tied(offload: Any, device: str) -> None:
     assert_equal(payload, sum(param.nbytes for param in twins.params), where="payload")
 
 
-@requirement("OPT-023", "Complex parameters and sizes around vector widths MUST be stepped like any other.")
+@requirement("OPT-023", "Complex parameters and sizes around vector widths MUST be stepped and loaded like any other.")
 def test_complex_and_odd(offload: Any, device: str) -> None:
     numbers = [1, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097]
     complex_param = torch.complex(values((6,), 1), values((6,), 2))
@@ -110,6 +110,8 @@ def test_complex_and_odd(offload: Any, device: str) -> None:
             for _ in range(2):
                 twins.step()
                 twins.check()
+                with succeeds("a load", where="what a snapshot gave"):
+                    twins.offloader.load_state_dict(twins.offloader.snapshot())
             twins.offloader.close()
 
 

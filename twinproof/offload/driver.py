@@ -988,7 +988,7 @@ def _check_state(
         elif (name in foreseen or _has_form(value, is_empty)) and tuple(local_of(value).shape) != expected:
             got = tuple(local_of(value).shape)
             raise PlanError("a state of another shape", got=got, expected=expected, where=f"{name} of {where}")
-        elif name in foreseen and isinstance(value, torch.Tensor):
+        elif name in foreseen:
             _check_kind(param, value, f"{name} of {where}")
 
 

@@ -553,7 +553,7 @@ class MasterWeights:
                     expected=mesh_of(master),
                     where=f"values[{number}]",
                 )
-            if value is not master and local_of(value).untyped_storage().data_ptr() in homes:
+            if local_of(value).untyped_storage().data_ptr() in homes:
                 given[number] = value.clone()
         for (master, param), value in zip(self.pairs.items(), given, strict=True):
             master.copy_(value)

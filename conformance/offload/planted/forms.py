@@ -105,6 +105,20 @@ copied_masters_of_nobody = patched(
     kills="OPT-512",
 )
 
+own_masters_marked = patched(
+    "In a copy, a parameter that is its own master is marked as the master of itself.",
+    mutated(f"{_MASTERS}.__setstate__", "if master is not param:", "if True:"),
+    kills="OPT-580",
+)
+
+masters_of_none_refused = patched(
+    "Masters of no parameter cannot be attached to an optimizer, which steps none of them.",
+    mutated(
+        f"{_MASTERS}.attach", "(self.pairs and not self._stepped_by(optimizer))", "not self._stepped_by(optimizer)"
+    ),
+    kills="OPT-580",
+)
+
 masters_of_inference = patched(
     "Masters that are made in inference mode can be stepped in no other.",
     mutated(f"{_MASTERS}.__init__", "torch.inference_mode(False)", "torch.autograd.set_grad_enabled(True)"),

@@ -116,3 +116,13 @@ nothing_foreseen_never_moves = patched(
     ),
     kills="OPT-497",
 )
+
+complex_moments_refused = patched(
+    "A moment of complex numbers is taken for one of whole numbers.",
+    mutated(
+        "twinproof.offload.driver:_check_kind",
+        "(value.is_floating_point() or value.is_complex())",
+        "value.is_floating_point()",
+    ),
+    kills="OPT-023",
+)
