@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.harness import Rank, assert_equal, assert_le, requirement
+from conformance.harness import Rank, assert_equal, assert_le, requirement, succeeds
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.cases import FUSED
 from conformance.pipeline.jobs import KINDS, Job, assert_same_state
@@ -249,3 +249,26 @@ def test_nothing_is_made_for_frozen(pipeline: Any, frozen: tuple[str, ...]) -> N
             assert_equal(found[0][name] is None, name in frozen, where=f"{where}: no gradient of {name}")
             if name not in frozen:
                 assert_bits(found[0][name], found[1][name], f"{where}: gradient of {name}")
+
+
+@requirement(
+    "PIPE-645",
+    "Weights of ids MUST be trained also where every table is frozen: their gradients have the bits that they have "
+    "where the tables are trained.",
+)
+def test_weights_of_frozen(pipeline: Any) -> None:
+    tables = [pipeline.EmbeddingBagConfig(4, 2, name, feature_names=[name]) for name in ("a", "b")]
+    values, ids = [values_of((4, 2), 1), values_of((4, 2), 2)], torch.tensor([0, 1, 1, 3])
+    found = list[Any]()
+    for are_frozen in (True, False):
+        bags, weights = collection_of(pipeline, tables, values, is_weighted=True), values_of((4,), 3).requires_grad_()
+        for module in bags.embedding_bags.values():
+            module.weight.requires_grad_(not are_frozen)
+        batch = pipeline.KeyedJaggedTensor(["a", "b"], ids, weights, lengths=torch.tensor([2, 1, 0, 1]))
+        with succeeds("a step", where=f"are_frozen={are_frozen}"):
+            bags(batch).values().square().sum().backward()
+        grads = [module.weight.grad is None for module in bags.embedding_bags.values()]
+        assert_equal(grads, [are_frozen] * 2, where="tables without a gradient")
+        assert_equal(weights.grad is not None, True, where=f"are_frozen={are_frozen}: gradients of the weights")
+        found.append(weights.grad)
+    assert_bits(found[0], found[1], "gradients of the weights")

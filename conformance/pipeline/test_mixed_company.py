@@ -296,6 +296,8 @@ def test_refused_by_name(pipeline: Any) -> None:
     calls: dict[str, tuple[Callable[[], Any], str]] = {
         "a point": (lambda: pipeline.PositionWeightedModuleCollection({"a.b": 3}), "a.b"),
         "an attribute": (lambda: pipeline.PositionWeightedModuleCollection({"keys": 3}), "keys"),
+        "a number": (lambda: pipeline.PositionWeightedModuleCollection({5: 3}), "got: 5"),
+        "no name": (lambda: pipeline.PositionWeightedModuleCollection({"": 3}), "cannot hold a feature"),
         "a list": (lambda: pipeline.PositionWeightedModuleCollection([3]), "[3]"),
         "by name": (lambda: pipeline.FeatureProcessedEmbeddingBagCollection(weighted, by_name), "a.b"),
         "an empty group": (lambda: pipeline.KeyedTensor.regroup([columns], [["a"], []]), "[['a'], []]"),

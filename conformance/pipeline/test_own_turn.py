@@ -72,7 +72,7 @@ def _fail_at(module: Any, stride: int) -> None:
     own = module.compute
 
     def compute(ctx: Any, *given: Any) -> Any:
-        if ctx.strides == [stride]:
+        if set(ctx.strides) == {stride}:
             raise LoaderError("no rows")
         return own(ctx, *given)
 
@@ -236,3 +236,61 @@ def _long_bag_of_one_rank(rank: Rank, name: str) -> None:
 def test_long_bag_of_one_rank(rank_pool: Any) -> None:
     for name in (FUSED, "TrainPipelineSparseDist"):
         rank_pool.run(_long_bag_of_one_rank, 2, name)
+
+
+def _stopped(rank: Rank, what: str) -> None:
+    pipeline = rank.component("pipeline")
+    job = Job(pipeline, 3, rank)
+    given = job.batches(8)
+    if what == "lookup":
+        given[1] = job.batch(1, stride=7)
+        _fail_at(job.collections[1], 7)
+    else:
+        _interrupt(job.collections[1], what, 1)
+    schedule = job.schedule("TrainPipelineSemiSync", start_batch=0) if what == "lookup" else job.schedule(FUSED)
+    loader, errors = iter(given), list[tuple[int, str]]()
+    while len(errors) < 2:
+        try:
+            schedule.progress(loader)
+        except (Exception, KeyboardInterrupt) as error:
+            errors.append((schedule.processed_count, type(error).__name__))
+    # How early ids are sent is up to the schedule, and when SemiSync looks up is its meaning.
+    steps = 0 if what == "lookup" else errors[0][0]
+    first = "LoaderError" if what == "lookup" else "KeyboardInterrupt"
+    assert_equal(errors, [(steps, first), (steps, "PipelineError")], where=f"{what}: steps before, and what was raised")
+    schedule.reset()
+    with succeeds("a step", where=f"{what}, behind reset()"):
+        schedule.progress(loader)
+
+
+@requirement(
+    "PIPE-643",
+    "On several ranks, an interrupt in the exchange of a batch, or what a lookup ahead of its turn raises, MUST come "
+    "out at once, every later call MUST be refused by name, and all ranks go on behind reset().",
+)
+def test_stopped_on_ranks(rank_pool: Any) -> None:
+    for what in ("input_dist", "lookup"):
+        rank_pool.run(_stopped, 2, what)
+
+
+@requirement(
+    "PIPE-644",
+    "An exchange that was interrupted MUST be told by name where it is waited for again: half of one is no answer, and "
+    "its other half cannot be asked for twice.",
+)
+def test_interrupted_exchanges(pipeline: Any) -> None:
+    calls = list[int]()
+
+    def interrupted() -> Any:
+        calls.append(len(calls))
+        raise KeyboardInterrupt
+
+    exchange, raised = pipeline.Awaitable(interrupted), list[tuple[str, bool]]()
+    for _ in range(3):
+        try:
+            exchange.wait()
+        except (Exception, KeyboardInterrupt) as error:
+            raised.append((type(error).__name__, "interrupted in the middle" in str(error)))
+    named = ("DistributedError", True)
+    assert_equal(raised, [("KeyboardInterrupt", False), named, named], where="raised")
+    assert_equal(calls, [0], where="tries")

@@ -245,7 +245,7 @@ class TableBatchedEmbeddingBags(BoundToLookup):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
-        dtypes = {name: held.dtype for name, held in self._buffers.items() if held is not None}
+        dtypes = {name: held.dtype for name, held in self.named_buffers(recurse=False, remove_duplicate=False)}
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         # ``assign=True`` takes any tensor; one that is this table's already stays itself.
         for name, dtype in dtypes.items():

@@ -71,3 +71,12 @@ places_of_all_tables = patched(
     ),
     kills="PIPE-664",
 )
+weights_beside_trained_tables = patched(
+    "Gradients of the weights are made where some table is trained alone.",
+    mutated(
+        "twinproof.pipeline.modules:Pooled.backward",
+        "if ctx.needs_input_grad[3]:",
+        "if ctx.needs_input_grad[3] and ctx.needs_input_grad[4]:",
+    ),
+    kills="PIPE-645",
+)

@@ -66,3 +66,27 @@ bags_of_as_many_refused = patched(
     ),
     kills="PIPE-665",
 )
+half_exchanges_of_ranks_kept = patched(
+    "Ranks go on behind an exchange of which they may have come to different points.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.failure_noted",
+        "self._failed = self._world_size > 1",
+        "self._failed = False",
+    ),
+    kills="PIPE-643",
+    of="fastimpl",
+)
+early_lookups_of_ranks_wait = patched(
+    "What an early lookup of one rank raises waits for its turn, while the others go on.",
+    mutated(_AHEAD, "if self._failed:", "if False:"),
+    kills="PIPE-643",
+)
+interrupted_exchanges_are_empty = patched(
+    "An exchange that was interrupted has an answer: none.",
+    mutated(
+        "twinproof.pipeline.sharding:Awaitable.wait",
+        "self._failure = DistributedError(",
+        "self._value, _ = None, DistributedError(",
+    ),
+    kills="PIPE-644",
+)
