@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from conformance.harness import Rank, assert_equal, raises, requirement
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import joined, values_of
 from conformance.pipeline.model import OPTIMIZERS, Naive, assert_bits, hyper_of, random_tables
 from conformance.pipeline.sharding import (
@@ -524,3 +524,38 @@ def _refused_states(rank: Rank) -> None:
 def test_refused_states(rank_pool: Any) -> None:
     for world_size in (1, 2):
         rank_pool.run(_refused_states, world_size)
+
+
+def _exported(rank: Rank, folder: str) -> None:
+    pipeline, checkpoint = rank.component("pipeline"), rank.component("checkpoint")
+    configs, weights, _, _ = random_tables(pipeline, 12, rows=13)
+    plan = random_plan(pipeline, configs, rank.world_size, 12, KINDS)
+    sharded = sharded_of(pipeline, collection_of(pipeline, configs, weights), plan, "adam", rank.group)
+    for name, part in sharded.state_dict().items():
+        for dtype in (torch.bfloat16, torch.float16):
+            where = f"{name} as {dtype}"
+            with succeeds("a cast", where=where):
+                made = part.to(dtype)
+            found = (type(made), made.dtype, made.shape, made.origin)
+            assert_equal(found, (pipeline.TableShard, dtype, part.shape, part.origin), where=where)
+            assert_equal(made.to_local() is None, part.to_local() is None, where=f"{where}: a part")
+            if part.to_local() is not None:
+                assert_bits(made.to_local(), part.to_local().to(dtype), where)
+        with raises(UnsupportedError, mentions=("_to_copy",), where=f"{name} elsewhere"):
+            part.to("meta", torch.float16)
+    with checkpoint.CheckpointManager(folder, model=sharded, interval=9, export_dtype="bfloat16") as manager:
+        manager.save(1, last_step=True)
+    wholes = {f"embedding_bags.{config.name}.weight": weight for config, weight in zip(configs, weights, strict=True)}
+    targets = {name: torch.zeros(whole.shape, dtype=torch.bfloat16) for name, whole in wholes.items()}
+    dcp.load(targets, checkpoint_id=f"{folder}/step-1", process_group=rank.group)
+    for name, whole in wholes.items():
+        assert_bits(targets[name], whole.to(torch.bfloat16), f"{name}, exported")
+
+
+@requirement(
+    "PIPE-690",
+    "A part of a table MUST become one of the same place in another dtype, so that a trainer's last save of cut tables "
+    "may be cast in torch's format, too; elsewhere than on its device it MUST NOT.",
+)
+def test_parts_in_another_dtype(rank_pool: Any, checkpoint: Any, tmp_path: Path) -> None:
+    rank_pool.run(_exported, 2, str(tmp_path))

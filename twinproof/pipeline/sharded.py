@@ -67,8 +67,9 @@ __all__ = [
 class TableShard(torch.Tensor):
     """This rank's part, [r, c] at (row, column), of a global [E, D] tensor. Its shape is the global one.
 
-    ``to_local()`` is the part itself, not a copy, or None on a rank that has none; other torch operations are refused,
-    for they would need the whole. Save and load it through ``torch.distributed.checkpoint``.
+    ``to_local()`` is the part itself, not a copy, or None on a rank that has none. ``to(dtype)`` and ``copy.deepcopy``
+    give a part of the same place; other torch operations are refused, for they would need the whole. Save and load it
+    through ``torch.distributed.checkpoint``.
     """
 
     _local: torch.Tensor | None
@@ -98,6 +99,10 @@ class TableShard(torch.Tensor):
         """Where the part begins, and its shape; None where there is none."""
         return None if self._local is None else (self._origin, tuple(self._local.shape))
 
+    def _cast(self, dtype: torch.dtype) -> TableShard:
+        local = None if self._local is None else self._local.to(dtype)
+        return TableShard.make((self.shape[0], self.shape[1]), dtype, local, self._origin)
+
     def __deepcopy__(self, memo: Any) -> TableShard:
         local = None if self._local is None else self._local.clone()
         return TableShard.make((self.shape[0], self.shape[1]), self.dtype, local, self._origin)
@@ -112,6 +117,9 @@ class TableShard(torch.Tensor):
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
+        options = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and options.keys() == {"dtype"}:
+            return args[0]._cast(options["dtype"])
         raise UnsupportedError("a part of a table, not the table: use to_local()", got=str(func), where="TableShard")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -136,3 +136,25 @@ states_of_blocks_by_rank = patched(
     ),
     kills="PIPE-552",
 )
+
+parts_never_cast = patched(
+    "A part of a table cannot be cast.",
+    mutated(
+        "twinproof.pipeline.sharded:TableShard.__torch_dispatch__",
+        'func is torch.ops.aten._to_copy.default and options.keys() == {"dtype"}',
+        "False",
+    ),
+    kills="PIPE-690",
+)
+cast_parts_at_the_beginning = patched(
+    "A part of a table that was cast stands at the table's beginning.",
+    mutated("twinproof.pipeline.sharded:TableShard._cast", "local, self._origin)", "local)"),
+    kills="PIPE-690",
+)
+places_passed_over = patched(
+    "A part that is asked elsewhere in another dtype stays where it is, without a word.",
+    mutated(
+        "twinproof.pipeline.sharded:TableShard.__torch_dispatch__", 'options.keys() == {"dtype"}', '"dtype" in options'
+    ),
+    kills="PIPE-690",
+)
