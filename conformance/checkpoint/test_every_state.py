@@ -130,6 +130,51 @@ def test_every_way(checkpoint: Any, rank_pool: Any, tmp_path: Path, way: str, st
     _check(found[0], expected)
 
 
+class _Said:
+    """An object whose state is one of the components'."""
+
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def state_dict(self) -> Any:
+        return self.said
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.said = state_dict
+
+
+def _by_a_manager(rank: Rank, folder: str) -> dict[str, str]:
+    outcomes, manager_of = {}, rank.component("checkpoint").CheckpointManager
+    for name, make in MAKERS.items():
+        path = f"{folder}/{name}"
+
+        def act(make: Any = make, path: str = path) -> None:
+            made = make(rank)
+            states = {"made": _Said(made.state)}
+            options: dict[str, Any] = {"interval": 1, "async_mode": "async", "durable": False}
+            with manager_of(path, model=torch.nn.Linear(1, 1), states=states, **options) as manager:
+                manager.save(1)
+                made.train()
+            dist.barrier()
+            targets = {"made": made.targets()}
+            dcp.load(targets, storage_reader=dcp.FileSystemReader(f"{path}/step-1"), no_dist=True)
+            made.compare(targets["made"])
+
+        outcomes[name] = agreed(_outcome(act))
+    return outcomes
+
+
+@requirement(
+    "CKPT-844",
+    "An asynchronous save of a manager MUST hold the state of every component as it was at the call, rows of a store "
+    "and cut tables too, on 1 and 2 ranks.",
+)
+def test_manager_beside_training(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for rank_count in (1, 2):
+        found = rank_pool.run(_by_a_manager, rank_count, str(tmp_path / f"{rank_count}"))
+        _check(found[0], dict.fromkeys(MAKERS, "right"))
+
+
 def _pickled(state: Mapping[str, Any]) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)

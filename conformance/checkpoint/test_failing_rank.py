@@ -70,7 +70,7 @@ def _fail_each(rank: Rank, folder: str, at: int, most: int | None, options: dict
     "Where any call of the library's own code fails on one rank of a save, in any of its threads, every rank MUST be "
     "told in time and the checkpoint before it stay, or the save be whole; nothing MUST be left beside it.",
 )
-@pytest.mark.parametrize("most", [16, pytest.param(None, marks=pytest.mark.night)])
+@pytest.mark.parametrize("most", [17, pytest.param(None, marks=pytest.mark.night)])
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("kind", sorted(_KINDS))
 def test_any_call_of_a_save(
@@ -177,7 +177,7 @@ def _fail_each_of(rank: Rank, root: str, what: str, at: int, most: int | None) -
     "Where any call of the library's own code fails on one rank of a load, of a merge on every rank, or of a save or "
     "load of a training or a manager, in any thread, every rank MUST be told in time; the next one MUST succeed.",
 )
-@pytest.mark.parametrize("most", [16, pytest.param(None, marks=pytest.mark.night)])
+@pytest.mark.parametrize("most", [17, pytest.param(None, marks=pytest.mark.night)])
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("what", sorted(_PROGRAMS))
 def test_any_call_of_others(

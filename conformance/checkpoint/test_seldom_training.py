@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,3 +276,132 @@ def test_keys_of_states(checkpoint: Any, tmp_path: Path) -> None:
         path = tmp_path / "load_training"
         checkpoint.load_training(path, trainer.model, trainer.optimizer, states={"keyed": twins})
     assert_equal(twins.value, {"in": {3: 1, "3": 2}}, where="the state of a load that was refused")
+
+
+class _Masters:
+    """Master weights by name, as a trainer keeps them among its states."""
+
+    def __init__(self, masters: Any) -> None:
+        self.masters = masters
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {f"{number}": master.detach() for number, master in enumerate(self.masters.parameters())}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.masters.load([state_dict[f"{number}"] for number in range(len(state_dict))])
+
+
+def _with_masters(offload: Any, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    masters = offload.MasterWeights(model.parameters())
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=0.01)
+    masters.attach(optimizer)
+    return model, optimizer, {"masters": _Masters(masters), "adam": optimizer}
+
+
+def _train_in_half(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for number in range(count):
+        torch.autograd.backward(model(torch.full((2, 3), number + 1.0, dtype=torch.bfloat16)).square().sum())
+        optimizer.step()
+
+
+@requirement(
+    "CKPT-846",
+    "Objects MUST be given back what they said behind the model, by load_training and by a manager, so that master "
+    "weights among the states are those that were saved, and training goes on bit for bit.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_masters_among_the_states(checkpoint: Any, offload: Any, tmp_path: Path, way: str) -> None:
+    model, optimizer, states = _with_masters(offload, 1)
+    options: dict[str, Any] = {"interval": 1, "durable": False}
+    _train_in_half(model, optimizer, 3)
+    with alone(), checkpoint.CheckpointManager(tmp_path, model=model, states=states, **options) as manager:
+        manager.save(3)
+    _train_in_half(model, optimizer, 2)
+    other, its_optimizer, its_states = _with_masters(offload, 2)
+    if way == "load_training":
+        # Of the model, none of whose parameters is stepped by an optimizer of its own.
+        nobodys = torch.optim.SGD(other.parameters())
+        path = tmp_path / "again"
+        with alone():
+            checkpoint.save_training(path, model, torch.optim.SGD(model.parameters()), 5, states=states, durable=False)
+            assert_equal(checkpoint.load_training(path, other, nobodys, states=its_states), 5, where="step")
+    else:
+        with alone(), checkpoint.CheckpointManager(tmp_path, model=other, states=its_states, **options) as manager:
+            manager.load()
+    with succeeds("a step", where=f"behind {way}"):
+        _train_in_half(other, its_optimizer, 2)
+    if way == "load_training":
+        _train_in_half(model, optimizer, 2)
+    for name, value in model.named_parameters():
+        assert_same_tensor(other.get_parameter(name).detach(), value.detach(), where=name)
+    for name, value in states["masters"].state_dict().items():
+        assert_same_tensor(its_states["masters"].state_dict()[name], value, where=f"master {name}")
+
+
+class _Aside(torch.nn.Module):
+    """A module that saves what is no parameter and no buffer, as tables that are cut and rows of a store do."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.rows, self.dense = torch.full((2, 3), value), torch.nn.Linear(3, 1)
+        torch.nn.init.constant_(self.dense.weight, value)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}rows"] = self.rows
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        if f"{prefix}rows" in state_dict:
+            self.rows = state_dict[f"{prefix}rows"].clone()
+        else:
+            arguments[2].append(f"{prefix}rows")
+
+
+class _Around(torch.nn.Module):
+    """Several modules, one of them under two names, of which one is wrapped."""
+
+    def __init__(self, value: float, wrap: Any) -> None:
+        super().__init__()
+        self.first, self.inner = torch.nn.Linear(2, 2, bias=False), wrap(_Aside(value))
+        torch.nn.init.constant_(self.first.weight, value)
+        self.again, self.last = self.first, _Aside(value + 1)
+
+    def get_extra_state(self) -> Any:
+        return {"value": self.first.weight[0, 0].item()}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert_equal(state, {"value": 1.0}, where="extra state")
+
+
+def _wrapped_models(rank: Rank, path: str) -> None:
+    checkpoint = rank.component("checkpoint")
+    replicated, compiled = torch.nn.parallel.DistributedDataParallel, functools.partial(torch.compile, backend="eager")
+    wraps: dict[str, Any] = {
+        "DistributedDataParallel": replicated,
+        "compiled": compiled,
+        "both": lambda module: replicated(compiled(module)),
+        "nothing": lambda module: module,
+    }
+    for kind, is_whole in itertools.product(wraps, (True, False)):
+        wrap = wraps[kind]
+        saved, fresh = (wrap(_Aside(value)) if is_whole else _Around(value, wrap) for value in (1.0, 0.0))
+        where = f"{kind}, around {'the model' if is_whole else 'a part'}"
+        options: dict[str, Any] = {"interval": 1, "durable": False}
+        with checkpoint.CheckpointManager(f"{path}/{where}", model=saved, **options) as manager:
+            manager.save(1)
+        loading = checkpoint.CheckpointManager(f"{path}/{where}", model=fresh, **options)
+        with loading as manager, succeeds("a load", where=where):
+            manager.load()
+        for name, value in saved.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                assert_same_tensor(fresh.state_dict()[name], value, where=f"{name}, {where}")
+
+
+@requirement(
+    "CKPT-847",
+    "A model MUST be restored whole where a wrapper has names of its own, DistributedDataParallel or torch.compile, "
+    "around it or around a part: also what a module saves that is no parameter and no buffer, as cut tables and rows.",
+)
+def test_wrapped_models(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_wrapped_models, 1, str(tmp_path))

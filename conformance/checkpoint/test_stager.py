@@ -6,12 +6,22 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint.cases import assert_loads, random_bits
-from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement
+from conformance.harness import (
+    Rank,
+    assert_equal,
+    assert_same_tensor,
+    assert_same_tensors,
+    raises,
+    requirement,
+    succeeds,
+)
+from twinproof.checkpoint.native import NativeStorageWriter
 from twinproof.errors import TwinproofError
 
 
@@ -120,3 +130,36 @@ def test_refusals(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     for rank_count in (1, 2):
         for kind in ("meta", "sparse", "object"):
             rank_pool.run(_refused, rank_count, str(tmp_path / f"{kind}{rank_count}"), kind)
+
+
+@requirement(
+    "CKPT-845",
+    "A manager's asynchronous save MUST copy tensors of any layout when it is called: sparse, compressed, jagged and "
+    "quantized ones, which torch's format holds; meta tensors, of which there is no copy, MUST be handed on.",
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize", "ignore:The PyTorch API of nested")
+def test_other_layouts(tmp_path: Path) -> None:
+    whole = torch.eye(3)
+    state: dict[str, Any] = {
+        "sparse": whole.to_sparse(),
+        "compressed": whole.to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(whole, 0.5, 0, torch.qint8),
+        "jagged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    }
+    values: dict[str, Any] = {
+        "sparse": lambda each: each.coalesce().values(),
+        "compressed": lambda each: each.values(),
+        "quantized": lambda each: each.int_repr(),
+        "jagged": lambda each: each.values(),
+    }
+    before = {name: values[name](value).clone() for name, value in state.items()}
+    meta = torch.empty(3, device="meta")
+    with succeeds("a copy", where="meta beside others"):
+        staged = NativeStorageWriter(tmp_path / "ck").stage({**state, "meta": meta})
+    for name, value in state.items():
+        changed = value if name == "quantized" else values[name](value)
+        changed.copy_(torch.zeros(3, 3)) if name == "quantized" else changed.zero_()
+        assert_equal(torch.equal(values[name](value), before[name]), False, where=f"{name}: a change")
+        assert_equal((type(staged[name]), staged[name].layout), (type(value), value.layout), where=name)
+        assert_same_tensor(values[name](staged[name]), before[name], where=name)
+    assert_equal(staged["meta"] is meta, True, where="meta")

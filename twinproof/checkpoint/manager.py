@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from twinproof.checkpoint.dcp import HuggingFaceStorageReader
 from twinproof.checkpoint.format import StrPath, local_path
@@ -42,6 +42,7 @@ from twinproof.checkpoint.native import (
     load_native,
     merged,
     one_of,
+    set_model,
     told_by,
 )
 from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory
@@ -635,7 +636,7 @@ class CheckpointManager:
 
     def _set_model(self, state: State) -> None:
         for part in self._parts:
-            set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
+            set_model(part, state)
 
 
 def _modules(model: Any) -> list[torch.nn.Module]:

@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from twinproof.checkpoint.catalog import read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
-from twinproof.checkpoint.plan import check_told, with_memory
+from twinproof.checkpoint.plan import check_told, staged, with_memory
 from twinproof.checkpoint.publish import (
     Staging,
     fsync_path,
@@ -74,6 +74,7 @@ __all__ = [
     "merged",
     "one_of",
     "save_training",
+    "set_model",
     "told_by",
 ]
 
@@ -81,6 +82,7 @@ T = TypeVar("T")
 State = dict[str, Any]
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 class CheckpointFormat(str, Enum):
@@ -148,6 +150,13 @@ class NativeStorageWriter(FileSystemWriter):
     def checkpoint_id(self) -> Path:
         """The folder in which the checkpoint appears."""
         return self.target
+
+    def stage(self, state_dict: State) -> State:
+        """What an asynchronous save writes, see ``staged``: torch's own has no memory for rows, nor for parts."""
+        # Torch's: what is on the CPU already is not copied ahead.
+        self.per_thread_copy_ahead = 0
+        result: State = staged(state_dict, any_layout=True)
+        return result
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Tell where this rank saves; nothing is made yet."""
@@ -540,7 +549,7 @@ def load_training(
 
     def ended(parts: list[torch.nn.Module], state: State) -> None:
         for part in parts:
-            set_model_state_dict(part, {name: state[name] for name in get_model_state_dict(part)})
+            set_model(part, state)
 
     return int(load_native(path, begun, ended, process_group)["train_state"]["step"])
 
@@ -551,7 +560,7 @@ def load_native(
     ended: Callable[[T, State], None],
     process_group: dist.ProcessGroup | None,
 ) -> State:
-    """Load what ``begun`` answers behind something of its own, hand both to ``ended``; return what was loaded.
+    """Load what ``begun`` answers behind something of its own; hand both to ``ended``, then objects what is theirs.
 
     Each rank hears of an error. Optimizers without states have none again where the load fails, ``ended`` included.
     """
@@ -573,14 +582,35 @@ def load_native(
             lost = [name for name in rest if name in common]
             asked = together(lambda: with_places(asked, lost, reader.read_metadata()), group)
         dcp.load(asked, storage_reader=reader, process_group=process_group)
-        together(lambda: give_back(state, with_own_keys(told, asked)), group)
-        together(lambda: ended(first, state), group)
+        loaded = with_own_keys(told, asked)
+        # The model first: a state may belong to its parameters, as master weights do, and would be undone by it.
+        together(lambda: ended(first, loaded), group)
+        together(lambda: give_back(state, loaded), group)
     except BaseException:
         for each in state.values():
             if isinstance(each, OptimizerStates):
                 each.undo()
         raise
     return state
+
+
+def set_model(model: torch.nn.Module, state: State) -> None:
+    """Give a model its part of a state, whose names are those of ``get_model_state_dict``.
+
+    Torch gives parameters and buffers alone the names that a wrapper has for them (DDP, ``torch.compile``): what else a
+    module saves, as tables that are cut and rows of a store do, was said to be missing.
+    """
+    given = {name: state[name] for name in get_model_state_dict(model)}
+    renaming = (torch.nn.parallel.DistributedDataParallel, torch._dynamo.eval_frame.OptimizedModule)
+    if any(isinstance(each, renaming) for each in model.modules()):
+        own, parts = model.state_dict(), dict(model.named_modules())
+        held = {f"{path}.{name}" for path, each in parts.items() for name in (*each._parameters, *each._buffers)}
+        # Torch moves what has another name behind all else, in order.
+        renamed = zip([n for n in own if n not in given], [n for n in given if n not in own], strict=True)
+        for name, told in [*renamed]:
+            if name not in held and not name.endswith(_EXTRA_STATE):
+                given[name] = given.pop(told)
+    set_model_state_dict(model, given)
 
 
 def _objects(state: State) -> list[str]:

@@ -360,30 +360,30 @@ class Stageable(Protocol):
         ...
 
 
-def staged(state_dict: Any) -> Any:
+def staged(state_dict: Any, *, any_layout: bool = False) -> Any:
     """The same structure with tensors on the CPU that nothing else writes to.
 
     Tensors that are one memory stay one. What the format refuses (meta, sparse, quantized tensors, objects) is handed
-    on, so that the plan refuses it on every rank.
+    on, so that the plan refuses it on every rank; ``any_layout``: for a format that holds sparse and quantized ones.
     """
-    return _staged(state_dict, {}, {})
+    return _staged(state_dict, {}, {}, any_layout)
 
 
-def _staged(value: Any, seen: dict[Any, Any], memo: dict[int, Any]) -> Any:
+def _staged(value: Any, seen: dict[Any, Any], memo: dict[int, Any], any_layout: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        return _tensor(value, seen, memo)
+        return _tensor(value, seen, memo, any_layout)
     if isinstance(value, Mapping):
-        return {key: _staged(each, seen, memo) for key, each in value.items()}
+        return {key: _staged(each, seen, memo, any_layout) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_staged(each, seen, memo) for each in value)
+        return type(value)(_staged(each, seen, memo, any_layout) for each in value)
     return copy.deepcopy(value)
 
 
-def _tensor(value: torch.Tensor, seen: dict[Any, Any], memo: dict[int, Any]) -> torch.Tensor:
+def _tensor(value: torch.Tensor, seen: dict[Any, Any], memo: dict[int, Any], any_layout: bool) -> torch.Tensor:
     key = _identity(value)
     if key not in seen:
         # The original stays alive as long as its key counts.
-        seen[key] = (_copied(value, memo), value)
+        seen[key] = (_copied(value, memo, any_layout), value)
     result: torch.Tensor = seen[key][0]
     return result
 
@@ -409,7 +409,7 @@ def _attributes_copied(value: torch.Tensor) -> torch.Tensor:
         stager.close()
 
 
-def _copied(value: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+def _copied(value: torch.Tensor, memo: dict[int, Any], any_layout: bool) -> torch.Tensor:
     if isinstance(value, Stageable):
         return value.staged(memo)
     if isinstance(value, ShardedTensor):
@@ -417,7 +417,8 @@ def _copied(value: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if hasattr(value, "__create_write_items__") and not isinstance(value, DTensor):
         # A tensor that plans its own save knows how to copy itself, or keeps what it plans in attributes.
         return copy.deepcopy(value) if "__deepcopy__" in _own_names(type(value)) else _attributes_copied(value)
-    if value.is_meta or value.layout is not torch.strided or value.is_quantized:
+    is_plain = value.layout is torch.strided and not value.is_quantized
+    if value.is_meta or not (is_plain or any_layout):
         return value
     return value.detach().to("cpu", copy=True)
 

@@ -38,8 +38,8 @@ given_back_alone = patched(
     "A rank that cannot hand out what was loaded raises at once, and the others wait for it.",
     mutated(
         "twinproof.checkpoint.native:load_native",
-        "together(lambda: give_back(state, with_own_keys(told, asked)), group)",
-        "give_back(state, with_own_keys(told, asked))",
+        "together(lambda: give_back(state, loaded), group)",
+        "give_back(state, loaded)",
     ),
     kills="CKPT-731",
 )
