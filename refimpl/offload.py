@@ -15,7 +15,7 @@ from twinproof.engine import Engine, engine_for
 from twinproof.offload import offloader
 from twinproof.offload.driver import MovePlan, OffloadStats, Update, Wanted, narrowed, prepare_states, updates_of
 from twinproof.offload.offloader import Residency
-from twinproof.offload.states import Bundle, MasterWeights, Place, bindings, local_of, rebind, view_of
+from twinproof.offload.states import Bundle, MasterWeights, Place, beside, bindings, local_of, rebind, view_of
 
 # What the suite may ask beyond the contract.
 CAPABILITIES: frozenset[str] = frozenset()
@@ -28,8 +28,7 @@ class Blocking:
 
     def __init__(self, plan: MovePlan) -> None:
         self.plan, self.engine = plan, plan.engine
-        # The host memory of each parameter's tensors, by parameter.
-        self._memory: dict[torch.Tensor, torch.Tensor] = {}
+        self._memory: dict[torch.Tensor, torch.Tensor] = {}  # On the host, by parameter.
 
     @staticmethod
     def default_engine(device: torch.device) -> Engine:
@@ -38,8 +37,7 @@ class Blocking:
 
     def place(self, bundles: list[Bundle]) -> None:
         """One piece of host memory for each parameter."""
-        memory = {bundle.param: self.plan.host_empty(bundle.span_bytes) for bundle in bundles}
-        self._memory |= memory
+        self._memory |= {bundle.param: self.plan.host_empty(bundle.span_bytes) for bundle in bundles}
         self.plan.counts.host_bytes += sum(bundle.span_bytes for bundle in bundles)
         self.plan.counts.chunk_count = 1
 
@@ -57,6 +55,14 @@ class Blocking:
         owners = {memory.untyped_storage().data_ptr() for memory in self._memory.values()}
         return tensor.untyped_storage().data_ptr() in owners
 
+    def home(self, bundle: Bundle, name: str) -> torch.Tensor:
+        """In the parameter's own piece."""
+        return view_of(self._memory[bundle.param], bundle.places[name], 0)
+
+    def untidy(self) -> list[Bundle]:
+        """All are looked at."""
+        return self.plan.bundles
+
     def to_host(
         self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
     ) -> None:
@@ -64,7 +70,7 @@ class Blocking:
         for bundle in bundles:
             for name, tensor in bindings(self.plan.optimizer, bundle):
                 if not self.is_on_host(tensor) and (only is None or only(bundle, name)):
-                    home = view_of(self._memory[bundle.param], bundle.places[name], 0)
+                    home = self.home(bundle, name)
                     if copies:
                         self.engine.copy(home, tensor)
                         self.plan.counts.d2h_bytes += bundle.places[name].size_bytes
@@ -77,10 +83,7 @@ class Blocking:
         for bundle in bundles:
             for name, tensor in bindings(self.plan.optimizer, bundle):
                 if self.is_on_host(tensor):
-                    memory = self.engine.device_empty(bundle.places[name].offset_bytes + tensor.nbytes)
-                    here = view_of(memory, bundle.places[name], 0)
-                    self.engine.copy(here, tensor)
-                    rebind(self.plan.optimizer, bundle, name, here)
+                    rebind(self.plan.optimizer, bundle, name, beside(self.engine, tensor))
                     self.plan.counts.h2d_bytes += bundle.places[name].size_bytes
         self.settle()
 
@@ -117,8 +120,7 @@ class Blocking:
     def _step_the_rest(self, arithmetic: Callable[[], None]) -> None:
         """What was not selected is stepped where it is."""
         optimizer, masters = self.plan.optimizer, self.plan.masters
-        moving = {bundle.param for bundle in self.plan.bundles}
-        rest = {param for group in optimizer.param_groups for param in group["params"]} - moving
+        rest = {p for group in optimizer.param_groups for p in group["params"]} - {b.param for b in self.plan.bundles}
         if not rest:
             return
         own = [param for param in rest if self.plan.is_master(param)]
@@ -131,9 +133,8 @@ class Blocking:
 
     def _update_on_host(self, update: Update) -> None:
         """The gradient comes down, and the weight where there is no master; the new weight goes up."""
-        plan, bundle, places = self.plan, update.bundle, update.bundle.places
-        memory = self._memory[bundle.param]
-        prepare_states(plan.optimizer, update, lambda name: view_of(memory, places[name], 0))
+        plan, bundle = self.plan, update.bundle
+        prepare_states(plan.optimizer, update, lambda name: self.home(bundle, name))
         grad, weight = self._beside(update.grad), self._beside(update.weight)
         self.engine.copy(grad, update.grad)
         plan.counts.d2h_bytes += grad.nbytes
@@ -141,9 +142,8 @@ class Blocking:
             self.engine.copy(weight, update.weight)
             plan.counts.d2h_bytes += weight.nbytes
         self.settle()
-        states = update.states(plan.optimizer)
         master, rounded = (local_of(bundle.param.detach()), weight) if update.has_master else (weight, None)
-        adam_step(update.advance(plan.optimizer), grad, master, *states, rounded)
+        adam_step(update.advance(plan.optimizer), grad, master, *update.states(plan.optimizer), rounded)
         self.engine.copy(update.weight, weight)
         plan.counts.h2d_bytes += weight.nbytes
         self.settle()

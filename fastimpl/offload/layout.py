@@ -28,9 +28,10 @@ _Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class BoundTensors:
-    """What is bound now: the state of each parameter, and each tensor's address. ``is_wrapped``: perhaps DTensors."""
+    """What is bound now: the state of each parameter, each tensor and its address. ``is_wrapped``: perhaps DTensors."""
 
     states: list[dict[str, Any]]
+    tensors: list[torch.Tensor]
     addresses: list[int]
     is_wrapped: bool
 
@@ -111,6 +112,7 @@ class ChunkLayout:
         # Prefetching looks at the version of host memory, so that what the user writes there counts.
         self._homes = self.views(host, counted=True)
         self._home_addresses = list(map(torch.Tensor.data_ptr, self._homes))
+        self._sizes = list(map(torch.Tensor.size, self._homes))
 
     @torch.no_grad()
     def views(self, block: torch.Tensor, *, counted: bool = False) -> Sequence[torch.Tensor]:
@@ -140,11 +142,21 @@ class ChunkLayout:
             return None
         is_wrapped = not kinds <= {torch.Tensor, torch.nn.Parameter}
         tensors = [local_of(tensor) for tensor in found] if is_wrapped else found
-        return BoundTensors(states, list(map(torch.Tensor.data_ptr, tensors)), is_wrapped)
+        return BoundTensors(states, tensors, list(map(torch.Tensor.data_ptr, tensors)), is_wrapped)
 
     def is_home(self, bound: BoundTensors) -> bool:
         """Whether everything lies at its place in host memory."""
         return bound.addresses == self._home_addresses
+
+    def is_tidy(self, bound: BoundTensors) -> bool:
+        """Whether everything has its place in one block, in host memory or ``here``, and the size that it has there."""
+        is_in_place = self.is_home(bound) or self.is_here(bound)
+        return is_in_place and list(map(torch.Tensor.size, bound.tensors)) == self._sizes
+
+    def is_intact(self) -> bool:
+        """Whether the views that are bound are what was planned: users have them, and may give them other memory."""
+        sizes = list(map(torch.Tensor.size, self._homes))
+        return list(map(torch.Tensor.data_ptr, self._homes)) == self._home_addresses and sizes == self._sizes
 
     def is_here(self, bound: BoundTensors) -> bool:
         """Whether everything lies at its place in ``here``; the block lives, so nothing else has these addresses."""

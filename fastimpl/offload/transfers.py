@@ -373,6 +373,23 @@ class StreamedTransfers:
         """By the memory it lies in."""
         return tensor.untyped_storage().data_ptr() in self._hosts
 
+    def home(self, bundle: Bundle, name: str) -> torch.Tensor:
+        """In the block of the bundle's chunk."""
+        chunk = next(chunk for chunk in self._chunks if any(each is bundle for each in chunk.bundles))
+        return view_of(chunk.memory, bundle.places[name], bundle.offset_bytes)
+
+    def untidy(self) -> list[Bundle]:
+        """Of chunks that do not lie as they were planned, whatever the reason."""
+        found: list[Bundle] = []
+        for chunk in self._chunks:
+            bound = chunk.layout.look(self.plan.optimizer)
+            if bound is not None and chunk.layout.is_tidy(bound):
+                continue
+            found += chunk.bundles
+            if not chunk.layout.is_intact():
+                chunk.drop_layout()
+        return found
+
     # Chunks of small states that lie on the device as they lie in host memory: each goes in one copy.
 
     def send_planned(self) -> bool:

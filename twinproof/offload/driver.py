@@ -28,20 +28,18 @@ from twinproof.offload.states import (
     MASTER,
     Bundle,
     MasterWeights,
-    Place,
+    beside,
     bindings,
     check_plain,
     check_separate,
     chunks_of,
     copied,
-    dense_strides,
     is_dense,
     is_movable,
     local_of,
     make_bundle,
     mesh_of,
     select,
-    view_of,
 )
 from twinproof.optimizers import AdamHyper
 
@@ -601,6 +599,12 @@ class Transfers(Protocol):
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether a local tensor lies in this offloader's host memory."""
 
+    def home(self, bundle: Bundle, name: str) -> torch.Tensor:
+        """A tensor's own place in host memory."""
+
+    def untidy(self) -> list[Bundle]:
+        """Those of which something may lie in host memory at another place than its own."""
+
     def to_host(
         self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
     ) -> None:
@@ -1079,11 +1083,8 @@ def _settled(plan: MovePlan, group: dict[str, Any], name: str, value: Any, *, mo
         # Of several tensors: no copy between pieces of memory.
         return found.to(plan.engine.device)
     source = local_of(found)
-    place = Place(0, source.dtype, tuple(source.shape), dense_strides(source))
-    here = view_of(plan.engine.device_empty(max(place.size_bytes, source.element_size())), place, 0)
-    if source.numel():
-        plan.engine.copy(here, source)
-        plan.wait_for_copy()
+    here = beside(plan.engine, source)
+    plan.wait_for_copy()
     if source is found:
         return here
     found._local_tensor = here

@@ -38,7 +38,19 @@ from twinproof.offload.driver import (
     unwrapped,
     updates_of,
 )
-from twinproof.offload.states import MASTER, Bundle, MasterWeights, copied, holder_of, local_of, version_of
+from twinproof.offload.states import (
+    MASTER,
+    Bundle,
+    MasterWeights,
+    beside,
+    copied,
+    holder_of,
+    local_of,
+    make_bundle,
+    rebind,
+    strays,
+    version_of,
+)
 
 __all__ = ["OptimizerStateOffloader", "Residency"]
 
@@ -222,11 +234,12 @@ class OptimizerStateOffloader:
         self._others_depth = 0
         states = _either("states", states, "offload_optimizer_states", offload_optimizer_states)
         masters = _either("masters", masters, "offload_master_weights", offload_master_weights)
+        self._free_strays()
         self._is_brought |= self.plan.adopt(self.transfers)
         if states and masters and self.options.release == "at_offload":
             if not self.transfers.send_planned():
                 self.plan.refit(self.transfers)
-                self.to_host(self.bundles)
+                self.transfers.to_host(self.bundles)
             return
         if states:
             self.plan.refit(self.transfers)
@@ -236,7 +249,7 @@ class OptimizerStateOffloader:
 
         if self.options.release == "on_request":
             self._copied_out.note(self.plan, self.transfers, only)
-        self.to_host(self.bundles, only=only, binds=self.options.release == "at_offload")
+        self.transfers.to_host(self.bundles, only=only, binds=self.options.release == "at_offload")
 
     @_verb
     def release_gpu_memory(self) -> None:
@@ -325,11 +338,13 @@ class OptimizerStateOffloader:
         self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
     ) -> None:
         """See ``Transfers.to_host``."""
+        self._free_strays()
         self.transfers.to_host(bundles, only=only, copies=copies, binds=binds)
 
     @_verb
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:
         """See ``Transfers.to_device``."""
+        self._free_strays()
         self._is_brought = True
         self.transfers.to_device(bundles, for_good=for_good)
 
@@ -368,6 +383,32 @@ class OptimizerStateOffloader:
         self._check_open()
 
     # The step.
+
+    def _free_strays(self) -> None:
+        """Give what lies in host memory at another's place memory of the device, from where all of it moves as usual.
+
+        Before anything moves: whose place that is may be written next.
+        """
+        suspects = self.transfers.untidy()
+        if not suspects:
+            return
+        known = {bundle.param for bundle in self.bundles}
+        states = self.optimizer.state.items()
+        others = [
+            make_bundle(param, {})
+            for param, state in states
+            if isinstance(param, torch.Tensor) and isinstance(state, dict) and param not in known
+        ]
+        found = strays(self.optimizer, suspects, others, self.transfers)
+        if not found:
+            return
+        self.settle_for_writing()
+        moved = [(bundle, name, beside(self.engine, tensor)) for bundle, name, tensor in found]
+        self.plan.wait_for_copy()
+        for bundle, name, here in moved:
+            rebind(self.optimizer, bundle, name, here)
+            self.plan.counts.h2d_bytes += here.nbytes
+        self._is_brought = True
 
     def _come_back(self) -> None:
         # What was noted to be let go stays, and must not be held twice.
@@ -430,6 +471,7 @@ class OptimizerStateOffloader:
             raise OffloadConflictError(
                 "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
             )
+        self._free_strays()
         self._is_brought |= self.plan.adopt(self.transfers)
 
     @torch._disable_dynamo

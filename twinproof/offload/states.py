@@ -27,6 +27,7 @@ __all__ = [
     "Bundle",
     "MasterWeights",
     "Place",
+    "beside",
     "bindings",
     "check_plain",
     "check_separate",
@@ -40,6 +41,7 @@ __all__ = [
     "mesh_of",
     "rebind",
     "select",
+    "strays",
     "view_of",
 ]
 
@@ -260,6 +262,38 @@ def rebind(optimizer: Optimizer, bundle: Bundle, name: str, memory: torch.Tensor
         holder.data = memory
     else:
         optimizer.state[bundle.param][name] = memory
+
+
+def beside(engine: Any, source: torch.Tensor) -> torch.Tensor:
+    """The values of a local tensor in device memory of its own; the caller waits for the copy."""
+    # Of what was cut from something larger the copy takes no gaps along.
+    source = source if is_dense(source) else source.clone()
+    place = Place(0, source.dtype, tuple(source.shape), dense_strides(source))
+    here = view_of(engine.device_empty(max(place.size_bytes, source.element_size())), place, 0)
+    if source.numel():
+        engine.copy(here, source)
+    return here
+
+
+def strays(optimizer: Optimizer, bundles: Sequence[Bundle], others: Sequence[Bundle], transfers: Any) -> list[Any]:
+    """(bundle, name, local tensor) of what lies in host memory at another place than its own.
+
+    Somebody handed a state to another parameter, swapped two, or cut one. ``others`` have no places there.
+    """
+    found: list[Any] = []
+    for bundle in (*bundles, *others):
+        state = optimizer.state.get(bundle.param, {})
+        held = {name: local_of(value) for name, value in state.items() if is_movable(value)}
+        if MASTER in bundle.places:
+            held[MASTER] = local_of(bundle.param.detach())
+        for name, tensor in held.items():
+            if not transfers.is_on_host(tensor):
+                continue
+            place = bundle.places.get(name)
+            is_home = place is not None and place.fits(tensor)
+            if not is_home or tensor.data_ptr() != transfers.home(bundle, name).data_ptr():
+                found.append((bundle, name, tensor))
+    return found
 
 
 def copied(value: Any) -> Any:

@@ -1,0 +1,40 @@
+"""Faults that ``test_strays`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched, swap
+
+strays_are_left_where_they_lie = patched(
+    "States that lie in host memory at another's place stay there.",
+    swap("twinproof.offload.offloader:OptimizerStateOffloader._free_strays", lambda offloader: None),
+    kills="OPT-516",
+)
+
+whatever_fits_is_at_home = patched(
+    "A state of the right form is taken to lie at its own place.",
+    mutated(
+        "twinproof.offload.states:strays",
+        "if not is_home or tensor.data_ptr() != transfers.home(bundle, name).data_ptr():",
+        "if not is_home:",
+    ),
+    kills="OPT-516",
+    of="fastimpl",
+)
+
+sizes_are_not_looked_at = patched(
+    "What begins at its own place is taken for what lay there.",
+    mutated(
+        "fastimpl.offload.layout:ChunkLayout.is_tidy",
+        "is_in_place and list(map(torch.Tensor.size, bound.tensors)) == self._sizes",
+        "is_in_place",
+    ),
+    kills="OPT-516",
+    of="fastimpl",
+)
+
+views_are_the_ones_that_were_made = patched(
+    "Views of host memory are bound again, whatever memory their user gave them.",
+    mutated("fastimpl.offload.transfers:StreamedTransfers.untidy", "if not chunk.layout.is_intact():", "if False:"),
+    kills="OPT-517",
+    of="fastimpl",
+)

@@ -1,0 +1,109 @@
+"""States that their user swaps, hands to another parameter or cuts between steps, where they lie in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.harness import requirement, succeeds
+from conformance.offload.cases import Twins, proven_on, values
+
+SHAPES = ((8, 16), (8, 16), (8, 16), (4, 4))
+
+
+def _swapped(optimizer: Any, params: list[Any]) -> None:
+    state = optimizer.state
+    state[params[0]], state[params[2]] = state[params[2]], state[params[0]]
+
+
+def _exchanged(optimizer: Any, params: list[Any]) -> None:
+    """Two states of one parameter."""
+    state = optimizer.state[params[1]]
+    state["exp_avg_sq"], state["max_exp_avg_sq"] = state["max_exp_avg_sq"], state["exp_avg_sq"]
+
+
+def _handed(optimizer: Any, params: list[Any]) -> None:
+    """The first parameter begins anew."""
+    optimizer.state[params[2]] = optimizer.state.pop(params[0])
+
+
+def _replaced(optimizer: Any, params: list[Any]) -> None:
+    """New parameters, as many as there were, with the states of the old ones."""
+    for i, old in enumerate(params):
+        params[i] = torch.nn.Parameter(old.detach().clone())
+        optimizer.param_groups[0]["params"][i] = params[i]
+        optimizer.state[params[i]] = optimizer.state.pop(old)
+
+
+def _pruned(optimizer: Any, params: list[Any]) -> None:
+    """A new parameter with some rows of an old one, and of its states."""
+    old = params[1]
+    params[1] = torch.nn.Parameter(old.detach()[2:5].clone())
+    optimizer.param_groups[0]["params"][1] = params[1]
+    state = optimizer.state[params[1]] = optimizer.state.pop(old)
+    for name, value in state.items():
+        state[name] = value[2:5] if value.dim() else value
+
+
+def _shortened(optimizer: Any, params: list[Any]) -> None:
+    """A parameter and its states lose their last row."""
+    params[0].data = params[0].data[:-1].clone()
+    state = optimizer.state[params[0]]
+    for name, value in state.items():
+        state[name] = value[:-1] if value.dim() else value
+
+
+EDITS = (_shortened, _swapped, _exchanged, _handed, _replaced, _pruned)
+SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("pretend", {"chunk_bytes": 0}),
+    ("cpu", {}),
+    ("pretend", {"fraction": 0.5}),
+    ("pretend", {"release": "on_request"}),
+)
+
+
+@requirement(
+    "OPT-516",
+    "States that are swapped, handed to another parameter, or cut between steps MUST be what the next steps take, "
+    "wherever they lie and whatever was prefetched.",
+)
+@pytest.mark.parametrize(("place", "options"), SETTINGS, ids=["whole", "chunks", "fraction", "on_request"])
+def test_handed_over(offload: Any, place: str, options: dict[str, Any]) -> None:
+    for edit in EDITS:
+        where = f"{edit.__name__[1:]} with {options or 'chunks'}"
+        with proven_on(place) as device:
+            given = [values(shape, i) for i, shape in enumerate(SHAPES)]
+            twins = Twins(offload, device, "AdamW", given, options={"amsgrad": True}, **options)
+            for number in range(3):
+                if number == 1:
+                    twins.offloader.prefetch()
+                if number == 2:
+                    twins.offloader.offload()
+                    twins.offloader.release_gpu_memory()
+                    twins.offloader.settle_for_writing()
+                if number:
+                    edit(twins.plain, twins.plain_params)
+                    edit(twins.optimizer, twins.params)
+                with succeeds("a step", where=where):
+                    twins.step()
+            twins.check()
+
+
+@requirement(
+    "OPT-517",
+    "A state whose tensor is given other memory between steps, as by assigning its data, MUST be stepped and offloaded "
+    "with what it holds then.",
+)
+def test_other_memory(offload: Any) -> None:
+    with proven_on("cpu") as device:
+        twins = Twins(offload, device, "Adam", options={})
+        for number in range(5):
+            if number in (2, 3):
+                for optimizer, params in ((twins.plain, twins.plain_params), (twins.optimizer, twins.params)):
+                    state = optimizer.state[params[number - 2]]["exp_avg"]
+                    state.data = torch.ones(state.shape) * number
+            with succeeds("a step", where=f"step {number}"):
+                twins.step()
+            twins.check()
