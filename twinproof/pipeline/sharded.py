@@ -67,9 +67,10 @@ __all__ = [
 class TableShard(torch.Tensor):
     """This rank's part, [r, c] at (row, column), of a global [E, D] tensor. Its shape is the global one.
 
-    ``to_local()`` is the part itself, not a copy, or None on a rank that has none. ``to(dtype)`` and ``copy.deepcopy``
-    give a part of the same place; other torch operations are refused, for they would need the whole. Save and load it
-    through ``torch.distributed.checkpoint``.
+    ``to_local()`` is the part itself, not a copy, or None on a rank that has none. It can be cloned, cast by
+    ``to(dtype)``, and copied into the same part of another; other torch operations are refused, for they would need the
+    whole. Save and load it through ``torch.distributed.checkpoint``, asynchronously too, or each rank its own by
+    ``torch.save``.
     """
 
     _local: torch.Tensor | None
@@ -99,13 +100,15 @@ class TableShard(torch.Tensor):
         """Where the part begins, and its shape; None where there is none."""
         return None if self._local is None else (self._origin, tuple(self._local.shape))
 
-    def _cast(self, dtype: torch.dtype) -> TableShard:
-        local = None if self._local is None else self._local.to(dtype)
-        return TableShard.make((self.shape[0], self.shape[1]), dtype, local, self._origin)
-
     def __deepcopy__(self, memo: Any) -> TableShard:
-        local = None if self._local is None else self._local.clone()
-        return TableShard.make((self.shape[0], self.shape[1]), self.dtype, local, self._origin)
+        return self._with_local(torch.Tensor.clone)
+
+    def _with_local(
+        self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
+    ) -> TableShard:
+        """This part of another tensor of the same shape, and of this dtype or the same."""
+        local = None if self._local is None else change(self._local)
+        return TableShard.make((self.shape[0], self.shape[1]), dtype or self.dtype, local, self._origin)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         local = None if self._local is None else tuple(self._local.shape)
@@ -115,11 +118,24 @@ class TableShard(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]
+        # What a copy for an asynchronous save is made by, and one that somebody keeps in memory.
+        if func is aten.clone.default:
+            return args[0].__deepcopy__({})
+        if func is aten.zeros_like.default:
+            return args[0]._with_local(lambda part: torch.zeros_like(part, device="cpu"))
+        if func is aten.new_empty.default and list(args[1]) == list(args[0].shape):
+            # Torch's stager gives it the attributes of what it stages, each copied.
+            return TableShard.make((args[0].shape[0], args[0].shape[1]), args[0].dtype, None, args[0].origin)
+        if func is aten.copy_.default and all(isinstance(each, TableShard) for each in args[:2]):
+            check_part(args[0], args[1], "copy_")
+            copy_into(args[0], args[1])
             return args[0]
         options = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and options.keys() == {"dtype"}:
-            return args[0]._cast(options["dtype"])
+        if func is aten._to_copy.default and options.keys() == {"dtype"}:
+            return args[0]._with_local(lambda part: part.to(options["dtype"]), options["dtype"])
         raise UnsupportedError("a part of a table, not the table: use to_local()", got=str(func), where="TableShard")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -142,6 +158,10 @@ class TableShard(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert self._local is not None
         return self._local
+
+
+# ``torch.load`` reads by default only what was said to be data: a saved state dict of cut tables is.
+torch.serialization.add_safe_globals([TableShard])
 
 
 def check_part(target: TableShard, value: Any, where: str) -> None:

@@ -141,14 +141,14 @@ parts_never_cast = patched(
     "A part of a table cannot be cast.",
     mutated(
         "twinproof.pipeline.sharded:TableShard.__torch_dispatch__",
-        'func is torch.ops.aten._to_copy.default and options.keys() == {"dtype"}',
+        'func is aten._to_copy.default and options.keys() == {"dtype"}',
         "False",
     ),
     kills="PIPE-690",
 )
 cast_parts_at_the_beginning = patched(
     "A part of a table that was cast stands at the table's beginning.",
-    mutated("twinproof.pipeline.sharded:TableShard._cast", "local, self._origin)", "local)"),
+    mutated("twinproof.pipeline.sharded:TableShard._with_local", "local, self._origin)", "local)"),
     kills="PIPE-690",
 )
 places_passed_over = patched(
