@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance.harness import requirement, succeeds
-from conformance.offload.cases import Twins, proven_on, values
+from conformance.offload.cases import Twins, proven_on, reread, values
 
 SHAPES = ((8, 16), (8, 16), (8, 16), (4, 4))
 
@@ -106,4 +106,35 @@ def test_other_memory(offload: Any) -> None:
                     state.data = torch.ones(state.shape) * number
             with succeeds("a step", where=f"step {number}"):
                 twins.step()
+            twins.check()
+
+
+def _added(optimizer: Any, params: list[Any]) -> None:
+    params.append(torch.nn.Parameter(values((5, 4), 9)))
+    optimizer.add_param_group({"params": params[-1:]})
+
+
+@requirement(
+    "OPT-518",
+    "A state dict that is loaded behind an edit of the groups, a group that was added or parameters that were "
+    "replaced, MUST be loaded as a plain optimizer loads it.",
+)
+@pytest.mark.parametrize("edit", [_added, _replaced], ids=["added", "replaced"])
+def test_loaded_behind_edits(offload: Any, edit: Any) -> None:
+    for options in ({}, {"release": "on_request"}):
+        with proven_on("cpu") as device:
+            given = [values(shape, i) for i, shape in enumerate(SHAPES)]
+            twins, saver = (Twins(offload, device, "Adam", given, options={}, **options) for _ in range(2))
+            twins.step()
+            saver.step()
+            edit(saver.plain, saver.plain_params)
+            edit(saver.optimizer, saver.params)
+            saver.step()
+            saved = saver.plain.state_dict()
+            edit(twins.plain, twins.plain_params)
+            edit(twins.optimizer, twins.params)
+            twins.plain.load_state_dict(reread(saved))
+            with succeeds("a load", where=f"{edit.__name__} with {options}"):
+                twins.offloader.load_state_dict(reread(saved))
+            twins.step()
             twins.check()

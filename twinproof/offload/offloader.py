@@ -234,8 +234,7 @@ class OptimizerStateOffloader:
         self._others_depth = 0
         states = _either("states", states, "offload_optimizer_states", offload_optimizer_states)
         masters = _either("masters", masters, "offload_master_weights", offload_master_weights)
-        self._free_strays()
-        self._is_brought |= self.plan.adopt(self.transfers)
+        self._adopt()
         if states and masters and self.options.release == "at_offload":
             if not self.transfers.send_planned():
                 self.plan.refit(self.transfers)
@@ -292,6 +291,8 @@ class OptimizerStateOffloader:
             PlanError: other groups, parameters, states or shapes than the optimizer has; nothing has changed then.
         """
         self._check_open()
+        # Groups may have been added or edited since the last step.
+        self._adopt()
         self.settle_for_writing()
         load_states(self.plan, state_dict)
 
@@ -384,6 +385,11 @@ class OptimizerStateOffloader:
 
     # The step.
 
+    def _adopt(self) -> None:
+        """Plan for what the user did to groups and states since."""
+        self._free_strays()
+        self._is_brought |= self.plan.adopt(self.transfers)
+
     def _free_strays(self) -> None:
         """Give what lies in host memory at another's place memory of the device, from where all of it moves as usual.
 
@@ -471,8 +477,7 @@ class OptimizerStateOffloader:
             raise OffloadConflictError(
                 "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
             )
-        self._free_strays()
-        self._is_brought |= self.plan.adopt(self.transfers)
+        self._adopt()
 
     @torch._disable_dynamo
     def _before_step_of_others(self, *given: Any) -> Any:

@@ -30,7 +30,7 @@ def last_dimension_first(original: Any, memory: Any, place: Any, offset_bytes: i
 back_on_the_device = patched(
     "A step on the CPU takes the state of a parameter that comes back to its group from where that lies.",
     mutated(
-        "twinproof.offload.offloader:OptimizerStateOffloader._begin",
+        "twinproof.offload.offloader:OptimizerStateOffloader._adopt",
         "self._is_brought |= self.plan.adopt(self.transfers)",
         "self.plan.adopt(self.transfers)",
     ),

@@ -38,3 +38,9 @@ views_are_the_ones_that_were_made = patched(
     kills="OPT-517",
     of="fastimpl",
 )
+
+loads_of_groups_that_were = patched(
+    "A load looks for the parameters of the last step.",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader.load_state_dict", "self._adopt()", "pass"),
+    kills="OPT-518",
+)
