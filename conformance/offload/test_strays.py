@@ -121,7 +121,8 @@ def _added(optimizer: Any, params: list[Any]) -> None:
 )
 @pytest.mark.parametrize("edit", [_added, _replaced], ids=["added", "replaced"])
 def test_loaded_behind_edits(offload: Any, edit: Any) -> None:
-    for options in ({}, {"release": "on_request"}):
+    kinds: tuple[dict[str, Any], ...] = ({}, {"release": "on_request"})
+    for options in kinds:
         with proven_on("cpu") as device:
             given = [values(shape, i) for i, shape in enumerate(SHAPES)]
             twins, saver = (Twins(offload, device, "Adam", given, options={}, **options) for _ in range(2))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, assert_same_tensor, requirement
+from conformance.harness import assert_equal, assert_same_tensor, requirement, succeeds
 from conformance.pipeline.batches import random_jagged, values_of
 
 
@@ -63,3 +63,49 @@ def test_compiled(pipeline: Any) -> None:
         for name, expected in found[0].items():
             assert_same_tensor(found[1][name], expected, where=f"step {step} {name}")
     assert_equal(traced.lookups.fused_optimizer.step_count, 3, where="steps")
+
+
+class _Driven(torch.nn.Module):
+    """A cut table, and a dense part over it."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        tables = pipeline.EmbeddingBagCollection([pipeline.EmbeddingBagConfig(9, 4, "t0", feature_names=["f0"])])
+        tables.load_state_dict({"embedding_bags.t0.weight": values_of((9, 4), 1)})
+        self.tables = pipeline.ShardedEmbeddingBagCollection(tables, {"t0": pipeline.row_wise()})
+        self.dense = torch.nn.Linear(4, 1)
+        self.dense.load_state_dict({"weight": values_of((1, 4), 2), "bias": torch.zeros(1)})
+
+    def forward(self, kjt: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.dense(self.tables(kjt).values())
+        return found.square().mean(), found.detach()
+
+    def bits(self) -> list[torch.Tensor]:
+        return [each.detach().clone() for each in (*self.tables.local_weights(), *self.parameters())]
+
+
+@pytest.mark.night
+@requirement(
+    "PIPE-668",
+    "A model that torch.compile has wrapped MUST be driven by a pipeline as the model inside is, by the names that its "
+    "sharded modules have there, and have the bits of a loop.",
+)
+@pytest.mark.filterwarnings("ignore")  # The compiler reads, and instantiates, what warns of that.
+def test_driven_compiled(pipeline: Any) -> None:
+    batches = [random_jagged(["f0"], [9], 3, step).kjt(pipeline) for step in range(4)]
+    for kind in (pipeline.TrainPipelineSparseDist, pipeline.TrainPipelineFusedSparseDist):
+        found, driven = [], list[str]()
+        # Calls run the model as it is: what a compiler makes of it is asked above.
+        with torch.compiler.set_stance("force_eager"):
+            for is_compiled in (False, True):
+                model = _Driven(pipeline)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                loader, given = iter(batches), torch.compile(model) if is_compiled else model
+                with succeeds("a pipeline", where=f"{kind.__name__}, compiled: {is_compiled}"):
+                    made = kind(given, optimizer, "cpu")
+                    outputs = [made.progress(loader) for _ in batches]
+                    driven = [call.name for call in made.calls]
+                assert_equal(driven, ["tables"], where=f"{kind.__name__}: what is driven")
+                found.append([*outputs, *model.bits()])
+        for got, expected in zip(*found, strict=True):
+            assert_same_tensor(got, expected, where=kind.__name__)

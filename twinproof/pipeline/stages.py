@@ -60,6 +60,8 @@ __all__ = [
 logger = logging.getLogger("twinproof.pipeline")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# What a wrapper has its model as; ``torch.compile`` makes the last one.
+_INSIDE = {"DistributedDataParallel": "module", "DistributedModelParallel": "module", "OptimizedModule": "_orig_mod"}
 PROTOCOL = ("create_context", "input_dist", "compute", "output_dist")
 
 
@@ -69,9 +71,9 @@ def is_sharded(module: Any) -> bool:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside of data-parallel wrappers, which call it and add nothing to what is traced."""
-    while any(kind.__name__ in ("DistributedDataParallel", "DistributedModelParallel") for kind in type(model).__mro__):
-        model = model.module
+    """The model inside of wrappers, data-parallel or compiled, which call it and add nothing to what is traced."""
+    while name := next((_INSIDE[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INSIDE), ""):
+        model = getattr(model, name)
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.harness import patched, swap
+from conformance.harness import mutated, patched, swap
 
 
 def _never() -> bool:
@@ -15,4 +15,14 @@ lookups_are_traced = patched(
     swap("torch.compiler:is_compiling", _never),
     kills="PIPE-116",
     of="fastimpl",
+)
+
+compiled_models_are_no_wrappers = patched(
+    "A compiled model is looked into as if it had a forward of its own.",
+    mutated(
+        "twinproof.pipeline.stages:unwrapped",
+        "if kind.__name__ in _INSIDE",
+        'if kind.__name__ in _INSIDE and kind.__name__ != "OptimizedModule"',
+    ),
+    kills="PIPE-668",
 )
