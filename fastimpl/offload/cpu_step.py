@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -85,8 +86,14 @@ class HostStep:
             UnsupportedError: see ``updates_of``; nothing has changed then.
         """
         plan = self.plan
-        updates = [updates_of(plan.optimizer, chunk.bundles, plan.masters) for chunk in chunks]
-        works = [_Work(chunk, some) for chunk, some in zip(chunks, updates, strict=True) if some]
+        chunk_of = {id(bundle): chunk for chunk in chunks for bundle in chunk.bundles}
+        bundles = [bundle for chunk in chunks for bundle in chunk.bundles]
+        # One look at the optimizer's groups for all chunks.
+        updates = updates_of(plan.optimizer, bundles, plan.masters)
+        works = [
+            _Work(chunk_of[id(some[0].bundle)], some)
+            for some in (list(found) for _, found in groupby(updates, lambda each: id(chunk_of[id(each.bundle)])))
+        ]
         step_rest()
         # A load may still be on its way to the memory that is stepped now.
         self._settle()

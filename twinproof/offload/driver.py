@@ -655,10 +655,13 @@ def options_on(group: dict[str, Any]) -> dict[str, bool]:
     return {key: bool(v) for key, v in group.items() if isinstance(v, bool) or key == "momentum"}
 
 
-def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+def expected_states(
+    optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any], known: dict[Any, Any] | None = None
+) -> dict[str, torch.Tensor]:
     """The states that a step will make for a parameter, as meta tensors, found by stepping a meta copy of it.
 
-    None are foreseen for optimizers that are not torch's: they are taken over as they appear.
+    None are foreseen for optimizers that are not torch's: they are taken over as they appear. ``known``: of the forms
+    of parameters in this group what was found, and will be.
 
     Raises:
         UnsupportedError: a parameter that this optimizer cannot step; one, or a state, that is not plain memory.
@@ -674,6 +677,9 @@ def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, 
     # States of a scalar are scalars, which stay where they are.
     if kind is None or local.dim() == 0:
         return {}
+    form = None if known is None or local.layout is not torch.strided else (local.dtype, local.shape, local.stride())
+    if known is not None and form in known:
+        return dict(known[form])
     probe = torch.empty_like(local, device="meta").requires_grad_()
     # These two look at values on the way to the step, which a meta tensor does not have.
     if isinstance(optimizer, torch.optim.ASGD):
@@ -693,7 +699,10 @@ def expected_states(optimizer: Optimizer, param: torch.Tensor, group: dict[str, 
             got=f"{type(error).__name__}: {error}",
             where=kind.__name__,
         ) from error
-    return {key: value for key, value in copy.state[probe].items() if is_movable(value)}
+    found = {key: value for key, value in copy.state[probe].items() if is_movable(value)}
+    if known is not None and form is not None:
+        known[form] = found
+    return found
 
 
 def _adafactor_states(probe: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -778,7 +787,7 @@ class MovePlan:
         flags: dict[torch.Tensor, dict[str, bool]] = {}
         turned = False
         for group in self.optimizer.param_groups:
-            options = options_on(group)
+            options, known = options_on(group), dict[Any, Any]()
             for param in group["params"]:
                 # A parameter may be listed twice.
                 if param in flags:
@@ -791,7 +800,7 @@ class MovePlan:
                 # A master that is known may be in host memory by now.
                 if param not in self.known:
                     self._check_place(param)
-                tensors = self.foresee(param, group)
+                tensors = self.foresee(param, group, known)
                 # What had no states until an option was turned, momentum for instance, is as good as new.
                 if param in self.known and not (tensors and param in stateless):
                     continue
@@ -887,9 +896,9 @@ class MovePlan:
         """The shapes of the states that a step makes for a parameter."""
         return {name: tuple(tensor.shape) for name, tensor in self._foreseen[param].items()}
 
-    def foresee(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The states that a step will make for a parameter, as meta tensors, remembered. Raises UnsupportedError."""
-        self._foreseen[param] = expected_states(self.optimizer, param, group) if local_of(param).numel() else {}
+    def foresee(self, param: torch.Tensor, group: dict[str, Any], known: dict[Any, Any]) -> dict[str, torch.Tensor]:
+        """What ``expected_states`` says of a parameter, remembered. Raises UnsupportedError."""
+        self._foreseen[param] = expected_states(self.optimizer, param, group, known) if local_of(param).numel() else {}
         return self._foreseen[param]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
@@ -519,7 +520,9 @@ class OptimizerStateOffloader:
         self._is_brought = False
         # A step on the CPU is always one: of Adam, with states that leave at once.
         if self.is_separable and self.options.release == "at_offload":
-            if self.transfers.step(arithmetic, self._step_whole):
+            with nullcontext() if self.masters is None else self.masters.noted_together():
+                has_others = self.transfers.step(arithmetic, self._step_whole)
+            if has_others:
                 self.offload()
         else:
             self._step_whole(arithmetic)

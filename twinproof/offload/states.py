@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -359,6 +360,8 @@ class MasterWeights:
         self._handles: list[Any] = []
         # Those whose parameters lie in one piece of memory.
         self._kin: dict[torch.Tensor, list[torch.Tensor]] = {}
+        # Written, and not noted yet: see ``noted_together``.
+        self._waiting: list[torch.Tensor] | None = None
         seen: set[torch.Tensor] = set()
         params = check_params(params)
         for param in params:
@@ -391,7 +394,7 @@ class MasterWeights:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pairs, self._kin, self._handles = state["pairs"], state["kin"], []
-        self._given, self._begun = {}, {}
+        self._given, self._begun, self._waiting = {}, {}, None
         self._versions = {master: version_of(param) for master, param in self.pairs.items()}
         self._versions.update(dict.fromkeys(state["stale"], _NEVER))
         for master, param in self.pairs.items():
@@ -467,11 +470,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def _round_all(self, masters: Iterable[torch.Tensor]) -> None:
-        for master, param in ((each, self.pairs[each]) for each in masters):
-            if param is not master:
-                param.copy_(master)
-                param.grad = None
-                self._note(master)
+        written = [master for master in masters if self.pairs[master] is not master]
+        for master in written:
+            param = self.pairs[master]
+            param.copy_(master)
+            param.grad = None
+        # The closure that follows is a user's, who may write to parameters.
+        self._note_now(written)
 
     def detach(self) -> None:
         """Run with no step any more."""
@@ -542,12 +547,13 @@ class MasterWeights:
 
         A master without a gradient was not stepped, unless a hook that came before this one freed the gradient.
         """
-        for master in masters:
-            param = self.pairs[master]
-            was_stepped = master.grad is not None or self._begun.get(master, version_of(master)) != version_of(master)
-            if param is not master and was_stepped:
-                param.copy_(master)
-                self.took(master)
+        with self.noted_together():
+            for master in masters:
+                param, begun = self.pairs[master], self._begun.get(master, version_of(master))
+                was_stepped = master.grad is not None or begun != version_of(master)
+                if param is not master and was_stepped:
+                    param.copy_(master)
+                    self.took(master)
 
     def took(self, master: torch.Tensor) -> None:
         """A stepped master was rounded into its parameter: both gradients are done with."""
@@ -559,10 +565,11 @@ class MasterWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Make the masters follow the parameters, which lose nothing: bf16 and fp16 are float32 values."""
-        for master, param in self.pairs.items():
-            if param is not master:
-                master.copy_(param)
-                self._note(master)
+        with self.noted_together():
+            for master, param in self.pairs.items():
+                if param is not master:
+                    master.copy_(param)
+                    self._note(master)
 
     @torch.no_grad()
     def load(self, values: Iterable[torch.Tensor]) -> None:
@@ -589,15 +596,45 @@ class MasterWeights:
                 )
             if local_of(value).untyped_storage().data_ptr() in homes:
                 given[number] = value.clone()
-        for (master, param), value in zip(self.pairs.items(), given, strict=True):
-            master.copy_(value)
-            if param is not master:
-                param.copy_(value)
-            self._note(master)
+        with self.noted_together():
+            for (master, param), value in zip(self.pairs.items(), given, strict=True):
+                master.copy_(value)
+                if param is not master:
+                    param.copy_(value)
+                self._note(master)
+
+    @contextmanager
+    def noted_together(self) -> Iterator[None]:
+        """Around writes to parameters by their masters, between which nobody else writes: they are noted at its end.
+
+        Parameters that lie in one tensor are looked at once then, and not all of them for each.
+        """
+        if self._waiting is not None:
+            yield
+            return
+        written = self._waiting = list[torch.Tensor]()
+        try:
+            yield
+        finally:
+            self._waiting = None
+            self._note_now(written)
 
     def _note(self, master: torch.Tensor) -> None:
-        before = self._versions.get(master)
-        # Parameters that are views of one tensor count their writes together.
-        for each in self._kin.get(master, [master]):
-            if each is master or self._versions[each] == before:
-                self._versions[each] = version_of(self.pairs[each])
+        if self._waiting is None:
+            self._note_now([master])
+        else:
+            self._waiting.append(master)
+
+    def _note_now(self, masters: Sequence[torch.Tensor]) -> None:
+        # By the group of those in one tensor: who is noted, and what was known of them.
+        groups: dict[int, tuple[list[torch.Tensor], set[torch.Tensor], set[Any]]] = {}
+        for master in masters:
+            kin = self._kin.get(master, [master])
+            _, noted, before = groups.setdefault(id(kin) if len(kin) > 1 else id(master), (kin, set(), set()))
+            noted.add(master)
+            before.add(self._versions.get(master))
+        for kin, noted, before in groups.values():
+            # Parameters that are views of one tensor count their writes together.
+            for each in kin:
+                if each in noted or self._versions[each] in before:
+                    self._versions[each] = version_of(self.pairs[each])

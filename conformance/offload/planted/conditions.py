@@ -140,7 +140,7 @@ closures_of_a_closed_step = patched(
 
 own_masters_rounded = patched(
     "Float32 parameters are written with themselves between two evaluations of a closure.",
-    mutated("twinproof.offload.states:MasterWeights._round_all", "if param is not master:", "if True:"),
+    mutated("twinproof.offload.states:MasterWeights._round_all", "if self.pairs[master] is not master", "if True"),
     kills="OPT-476",
 )
 
@@ -153,8 +153,8 @@ own_masters_refreshed = patched(
 kin_noted_together = patched(
     "What was written in one piece of memory counts as known when any of it is stepped.",
     mutated(
-        "twinproof.offload.states:MasterWeights._note",
-        "if each is master or self._versions[each] == before:",
+        "twinproof.offload.states:MasterWeights._note_now",
+        "if each in noted or self._versions[each] in before:",
         "if True:",
     ),
     kills="OPT-477",

@@ -14,10 +14,10 @@ def loaded_states_left_on_the_host(original: Any, optimizer: Any, group: Any, na
 
 
 @fault(kills="OPT-054", at="twinproof.offload.driver:MovePlan.foresee")
-def old_places_kept(original: Any, plan: Any, param: Any, group: Any) -> Any:
+def old_places_kept(original: Any, plan: Any, param: Any, *given: Any) -> Any:
     """The layout keeps places for states that a load has removed."""
     before = dict(plan._foreseen.get(param, {}))
-    tensors = original(plan, param, group)
+    tensors = original(plan, param, *given)
     plan._foreseen[param].update(before)
     return tensors
 

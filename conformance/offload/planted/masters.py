@@ -137,7 +137,7 @@ gradients_of_evaluations_add_up = patched(
 
 views_taken_for_strangers = patched(
     "A write to one of several views of a tensor is taken for one from outside to the others.",
-    mutated("twinproof.offload.states:MasterWeights._note", "self._kin.get(master, [master])", "[master]"),
+    mutated("twinproof.offload.states:MasterWeights._note_now", "self._kin.get(master, [master])", "[master]"),
     kills="OPT-447",
 )
 

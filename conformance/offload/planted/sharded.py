@@ -10,15 +10,15 @@ from conformance.harness import fault, mutated, patched
 
 
 @fault(kills=("OPT-080", "OPT-081"), at="twinproof.offload.driver:expected_states")
-def sharded_states_left(original: Any, optimizer: Any, param: Any, group: Any) -> Any:
+def sharded_states_left(original: Any, optimizer: Any, param: Any, *given: Any) -> Any:
     """The states of DTensors stay on the device (pytorch #144397)."""
-    return {} if hasattr(param, "_local_tensor") else original(optimizer, param, group)
+    return {} if hasattr(param, "_local_tensor") else original(optimizer, param, *given)
 
 
 @fault(kills="OPT-086", at="twinproof.offload.driver:expected_states")
-def sharded_factors(original: Any, optimizer: Any, param: Any, group: Any) -> Any:
+def sharded_factors(original: Any, optimizer: Any, param: Any, *given: Any) -> Any:
     """Adafactor's factored states get the shape of each shard, not of the whole parameter."""
-    return original(optimizer, getattr(param, "_local_tensor", param), group)
+    return original(optimizer, getattr(param, "_local_tensor", param), *given)
 
 
 loaded_shards_lose_their_mesh = patched(
