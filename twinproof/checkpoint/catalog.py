@@ -165,6 +165,8 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box], error: type[Twinpro
         )
         if not inside:
             raise error("a chunk lies outside the tensor", got=box, expected=f"inside {list(shape)}", where=where)
+    if shape and filled and _is_grid(shape, filled):
+        return
     dim = max(range(len(shape)), key=lambda d: shape[d], default=0)
     clash = _first_overlap(filled, dim) if shape else (filled[0], filled[1]) if len(filled) > 1 else None
     if clash is not None:
@@ -177,6 +179,20 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box], error: type[Twinpro
             expected=f"{math.prod(shape)} elements of {list(shape)}",
             where=where,
         )
+
+
+def _is_grid(shape: tuple[int, ...], boxes: Sequence[PlainBox]) -> bool:
+    # What is cut along several dimensions, as by FSDP beside tensor parallelism: each cell is a box, once.
+    cells = {offsets for offsets, _ in boxes}
+    cuts = [sorted(set(column)) for column in zip(*cells, strict=True)]
+    if not all(column[0] == 0 for column in cuts) or not len(cells) == len(boxes) == math.prod(map(len, cuts)):
+        return False
+    ends = [dict(zip(column, [*column[1:], size], strict=True)) for column, size in zip(cuts, shape, strict=True)]
+    return all(
+        end[offset] == offset + size
+        for offsets, sizes in boxes
+        for end, offset, size in zip(ends, offsets, sizes, strict=True)
+    )
 
 
 def _rank_fits(shape: tuple[int, ...], boxes: Sequence[PlainBox]) -> bool:
@@ -908,23 +924,39 @@ def _summed(
     """The sums of stored chunks, read in pieces from all threads."""
     sizes = {key: payload_bytes(catalog.tensors[key[1]], chunk.sizes) for key, chunk in chunks.items()}
     meter, local = Meter(progress, sum(sizes.values())), threading.local()
-    tasks = [(key, at) for key in chunks for at in range(0, sizes[key], PIECE_BYTES)]
+    # In the order of the files: each is opened once by a thread, and not for each of its tensors.
+    order = sorted(chunks, key=lambda key: (chunks[key].file, chunks[key].begin))
+    tasks = [(key, at) for key in order for at in range(0, sizes[key], PIECE_BYTES)]
+    opened: dict[int, Any] = {}
+
+    def file_of(path: str) -> Any:
+        file = opened.pop(threading.get_ident(), None)
+        if file is None or file.name != path:
+            if file is not None:
+                file.close()
+            file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed with the next one, or below.
+        opened[threading.get_ident()] = file
+        return file
 
     def piece(task: tuple[_Key, int]) -> int:
         key, at = task
         if not hasattr(local, "memory"):
             local.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
         data = local.memory[: min(PIECE_BYTES, sizes[key] - at)]
-        with open(chunks[key].file, "rb", buffering=0) as file:
-            file.seek(chunks[key].begin + at)
-            _fill(file, buffer_of(data), chunks[key].file)
+        file = file_of(chunks[key].file)
+        file.seek(chunks[key].begin + at)
+        _fill(file, buffer_of(data), chunks[key].file)
         meter.add(data.numel())
         return crc(data)
 
     sums = dict.fromkeys(chunks, 0)
-    with ThreadPoolExecutor(thread_count, thread_name_prefix="checkpoint-verify") as pool:
-        for (key, at), found in zip(tasks, pool.map(piece, tasks), strict=True):
-            sums[key] = combine(sums[key], found, min(PIECE_BYTES, sizes[key] - at))
+    try:
+        with ThreadPoolExecutor(thread_count, thread_name_prefix="checkpoint-verify") as pool:
+            for (key, at), found in zip(tasks, pool.map(piece, tasks), strict=True):
+                sums[key] = combine(sums[key], found, min(PIECE_BYTES, sizes[key] - at))
+    finally:
+        for file in opened.values():
+            file.close()
     return sums
 
 
@@ -959,8 +991,14 @@ def check_parts(catalog: Catalog, parts: Iterable[Part], path: str | os.PathLike
         for chunk in record.chunks:
             if (chunk.file, name) in expected:
                 read.setdefault(chunk.file, {})[name] = chunk.file, chunk.begin, payload_bytes(record, chunk.sizes)
-    parts = list(parts)
-    found = {(file, name): crc for file, chunks in read.items() for name, crc in sums_of(chunks, parts).items()}
+    by_file: dict[str, list[Part]] = {}
+    for part in parts:
+        by_file.setdefault(part.file, []).append(part)
+    found = {
+        (file, name): crc
+        for file, chunks in read.items()
+        for name, crc in sums_of(chunks, by_file.get(file, ())).items()
+    }
     _compare(found, expected, path)
 
 

@@ -83,10 +83,12 @@ from twinproof.checkpoint.plan import (
     check_count,
     check_item_count,
     check_local_plan,
+    check_sums,
     check_told,
     checksums,
-    compare_checksums,
+    chunk_keys,
     exported_dtype,
+    held_by_several,
     staged,
 )
 from twinproof.checkpoint.publish import (
@@ -421,7 +423,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         # What follows is not the same on ranks whose options differ, and they would wait for each other.
         self._settled(checked)
         if self.options.check_replicas:
-            self._settled(lambda: self._check_replicas(planner))
+            self._check_replicas(planner)
         prepared = self._settled(lambda: self._prepared(plan, planner, instruction, folder, begun_s))
         results, parts = self._settled(lambda: self._written(plan, planner, folder, prepared))
         if self.options.checksums:
@@ -470,17 +472,13 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         return found
 
     def _check_replicas(self, planner: SavePlanner) -> None:
-        # Raises DistributedError on every rank where replicated chunks differ.
-        outcome: Any
-        try:
-            outcome = checksums(self._held(planner), planner)
-        except BaseException as error:
-            outcome = self._told(error)
-        outcomes = gather(outcome, self.group)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        raise_first([found if isinstance(found, BaseException) else None for found in outcomes])
-        compare_checksums(outcomes)
+        # Raises DistributedError on every rank where replicated chunks differ. What one rank has alone is not read.
+        held = self._settled(lambda: self._held(planner))
+        keys = self._settled(lambda: chunk_keys(held))
+        several = self._settled(lambda: held_by_several(keys, self.group))
+        mine = [item for item, key in zip(held, keys, strict=True) if key in several]
+        sums = self._settled(lambda: checksums(mine, planner))
+        self._settled(lambda: check_sums(sums, self.group))
 
     def _held(self, planner: SavePlanner) -> Sequence[WriteItem]:
         # Everything that this rank has. A planner that caches plans gives a placeholder for one that it gave before.

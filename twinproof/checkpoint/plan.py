@@ -13,12 +13,14 @@ import dataclasses
 import logging
 import math
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -60,7 +62,7 @@ from twinproof.checkpoint.format import (
     lay_out,
     local_path,
 )
-from twinproof.checkpoint.publish import StagedFolder
+from twinproof.checkpoint.publish import StagedFolder, from_first, gather_first
 from twinproof.errors import (
     ConfigError,
     DistributedError,
@@ -90,10 +92,12 @@ __all__ = [
     "check_item_count",
     "check_local_plan",
     "check_mapping",
+    "check_sums",
     "check_told",
     "checksums",
-    "compare_checksums",
+    "chunk_keys",
     "exported_dtype",
+    "held_by_several",
     "local_boxes",
     "parse_size",
     "staged",
@@ -102,41 +106,58 @@ __all__ = [
 logger = logging.getLogger("twinproof.checkpoint")
 
 
-def _indices(size: int, dim: int, tensor: DTensor) -> torch.Tensor:
+_Run = tuple[int, int]  # Consecutive indices of one dimension: the first, and how many.
+
+
+def _runs(size: int, dim: int, tensor: DTensor) -> list[_Run]:
     # Which indices of one dimension are local: apply each placement to 0..size-1, outermost mesh dimension first.
-    held = torch.arange(size, device="cpu")
+    held = [(0, size)] if size else []
     coordinate = tensor.device_mesh.get_coordinate() or ()
     for mesh_dim, placement in enumerate(tensor.placements):
         if not placement.is_shard(dim) and not _is_strided(placement, dim):
             continue
         ways, mine = tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim]
-        # A strided shard cuts into split_factor parts first and takes its share of every part.
-        parts = torch.chunk(held, getattr(placement, "split_factor", 1)) if held.numel() else ()
-        chosen = [share for part in parts for share in torch.chunk(part, ways)[mine : mine + 1]]
-        held = torch.cat(chosen) if chosen else held[:0]
+        # A strided shard cuts into split_factor parts first and takes its share of every part, as torch.chunk does.
+        count = sum(length for _, length in held)
+        part = -(-count // getattr(placement, "split_factor", 1))
+        shares = []
+        for begin in range(0, count, part) if count else ():
+            end = min(begin + part, count)
+            share = -(-(end - begin) // ways)
+            shares.append((min(begin + mine * share, end), min(begin + (mine + 1) * share, end)))
+        held = _taken(held, shares)
     return held
+
+
+def _taken(held: Sequence[_Run], shares: Iterable[tuple[int, int]]) -> list[_Run]:
+    """What lies at positions [low, high) of these runs, one behind the other; shares ascend."""
+    result: list[_Run] = []
+    rest, start = iter(held), 0
+    first, count = next(rest, (0, 0))
+    for low, high in shares:
+        while low < high:
+            if start + count <= low:
+                start += count
+                first, count = next(rest)
+                continue
+            upto, at = min(high, start + count), first + low - start
+            if result and sum(result[-1]) == at:
+                at, low = result[-1][0], low - result.pop()[1]
+            result.append((at, upto - low))
+            low = upto
+    return result
 
 
 def _is_strided(placement: Any, dim: int) -> bool:
     return type(placement).__name__ == "_StridedShard" and placement.dim == dim
 
 
-def _runs(indices: torch.Tensor) -> list[tuple[int, int]]:
-    # Consecutive indices as (first, count).
-    if not indices.numel():
-        return []
-    cuts = torch.nonzero(indices[1:] - indices[:-1] != 1).flatten().tolist()
-    starts = [0, *(c + 1 for c in cuts)]
-    ends = [*starts[1:], indices.numel()]
-    return [(int(indices[a]), b - a) for a, b in zip(starts, ends, strict=True)]
-
-
 def local_boxes(tensor: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
     """Rectangles of the global tensor that this rank holds, each with its offsets inside the local tensor."""
     result: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
     for dim, size in enumerate(tensor.shape):
-        runs = _runs(_indices(size, dim, tensor))
-        positions = [sum(count for _, count in runs[:i]) for i in range(len(runs))]
+        runs = _runs(size, dim, tensor)
+        positions = [0, *accumulate(count for _, count in runs)][: len(runs)]
         result = [
             ([*o, first], [*z, count], [*p, position])
             for o, z, p in result
@@ -145,21 +166,37 @@ def local_boxes(tensor: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
     return [(Box(tuple(o), tuple(z)), tuple(p)) for o, z, p in result]
 
 
-def _is_packed(value: Any) -> bool:
-    return (
-        isinstance(value, DTensor)
-        and value.device_mesh.get_coordinate() is not None
-        and any(type(p).__name__ == "_StridedShard" for p in value.placements)
-        and len(local_boxes(value)) > 1
-    )
+_Blocks = dict[tuple[int, ...], tuple[Box, tuple[int, ...]]]
 
 
-def _part(tensor: DTensor, offset: torch.Size | None) -> torch.Tensor:
-    for box, position in local_boxes(tensor):
-        if box.offsets == tuple(offset or ()):
-            local = tensor.to_local()
-            return local[tuple(slice(p, p + s) for p, s in zip(position, box.sizes, strict=True))]
-    raise PlanError("this rank holds no such chunk", got=tuple(offset or ()), where="HuggingFaceSavePlanner")
+class _PackedShards:
+    """Shards made of several blocks, by name: their blocks by offsets, with their offsets in the local tensor.
+
+    A planner asks for them once for each of its tensors' blocks, and they are found once.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[DTensor, _Blocks]] = {}
+
+    def blocks(self, fqn: str, value: Any) -> _Blocks:
+        """Those of a shard; none of any other value."""
+        if not isinstance(value, DTensor) or not any(type(p).__name__ == "_StridedShard" for p in value.placements):
+            return {}
+        if fqn not in self._known or self._known[fqn][0] is not value:
+            found = local_boxes(value) if value.device_mesh.get_coordinate() is not None else []
+            self._known[fqn] = value, {box.offsets: (box, at) for box, at in found} if len(found) > 1 else {}
+        return self._known[fqn][1]
+
+    def part(self, fqn: str, value: Any, offset: torch.Size | None) -> torch.Tensor | None:
+        """The local memory of one block; None where a value is not made of several. Raises PlanError."""
+        blocks, at = self.blocks(fqn, value), tuple(offset or ())
+        if not blocks:
+            return None
+        if at not in blocks:
+            raise PlanError("this rank holds no such chunk", got=at, where="HuggingFaceSavePlanner")
+        box, position = blocks[at]
+        local: torch.Tensor = value.to_local()
+        return local[tuple(slice(p, p + s) for p, s in zip(position, box.sizes, strict=True))]
 
 
 class HuggingFaceSavePlanner(DefaultSavePlanner):
@@ -199,17 +236,19 @@ class HuggingFaceSavePlanner(DefaultSavePlanner):
                 "replicas are always stored once", got=got, expected=expected, where="dedup_replicated_tensors"
             )
         super().__init__(flatten_state_dict, flatten_sharded_tensors, None, dedup_save_to_lowest_rank)
+        self._shards = _PackedShards()
 
     def create_local_plan(self) -> SavePlan:
         """One write item per block of a packed shard; everything else as torch plans it."""
-        packed = {fqn: value for fqn, value in self.state_dict.items() if _is_packed(value)}
+        self._shards = _PackedShards()
+        packed = {fqn: value for fqn, value in self.state_dict.items() if self._shards.blocks(fqn, value)}
         plan = super().create_local_plan()
         if not packed:
             return plan
         items = [item for item in plan.items if item.index.fqn not in packed]
         for fqn, value in packed.items():
             properties = TensorProperties.create_from_tensor(value.to_local())
-            for box, _ in local_boxes(value):
+            for box, _ in self._shards.blocks(fqn, value).values():
                 chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
                 data = TensorWriteData(chunk=chunk, properties=properties, size=value.size())
                 items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
@@ -218,8 +257,8 @@ class HuggingFaceSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The local data of a write item."""
-        value: Any = self.state_dict.get(index.fqn)
-        return _part(value, index.offset) if _is_packed(value) else super().lookup_object(index)
+        part = self._shards.part(index.fqn, self.state_dict.get(index.fqn), index.offset)
+        return super().lookup_object(index) if part is None else part
 
 
 class HuggingFaceLoadPlanner(DefaultLoadPlanner):
@@ -260,6 +299,7 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict, flatten_sharded_tensors, not self.strict)
         self.missing_keys: list[str] = []
         self.unexpected_keys: list[str] = []
+        self._shards = _PackedShards()
 
     def create_local_plan(self) -> LoadPlan:
         """Read items for this rank's part of the state dict."""
@@ -283,7 +323,8 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
         }
         if wrong:
             raise PlanError("shapes differ, as (target, saved)", got=wrong, where="state_dict")
-        packed = {fqn for fqn, value in self.state_dict.items() if fqn in saved and _is_packed(value)}
+        self._shards = _PackedShards()
+        packed = {fqn for fqn, value in self.state_dict.items() if fqn in saved and self._shards.blocks(fqn, value)}
         plan = super().create_local_plan()
         plan.items = [item for item in plan.items if item.dest_index.fqn not in packed]
         for fqn in sorted(packed):
@@ -291,14 +332,14 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
         return plan
 
     def _packed_items(self, fqn: str, saved: TensorStorageMetadata) -> list[ReadItem]:
-        boxes = local_boxes(self.state_dict[fqn])
-        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in boxes]
+        blocks = self._shards.blocks(fqn, self.state_dict[fqn]).values()
+        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in blocks]
         return create_read_items_for_chunk_list(fqn, saved, chunks)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local memory that a read item fills."""
-        value = self.state_dict[index.fqn]
-        return _part(value, index.offset) if _is_packed(value) else super().lookup_tensor(index)
+        part = self._shards.part(index.fqn, self.state_dict[index.fqn], index.offset)
+        return super().lookup_tensor(index) if part is None else part
 
 
 @runtime_checkable
@@ -444,6 +485,39 @@ def checksums(items: Sequence[WriteItem], planner: SavePlanner) -> dict[ChunkKey
         data = as_bits(value).cpu().contiguous()
         sums[item.index.fqn, _offsets(item)] = zlib.crc32(buffer_of(data))
     return sums
+
+
+def chunk_keys(items: Sequence[WriteItem]) -> list[int]:
+    """64 bits that stand for the chunk of each item, the same on every rank that has it."""
+    texts = (repr((item.index.fqn, _offsets(item))).encode() for item in items)
+    return [int.from_bytes(blake2b(text, digest_size=8).digest(), "little") for text in texts]
+
+
+def held_by_several(keys: Sequence[int], group: dist.ProcessGroup | None) -> set[int]:
+    """Those of this rank's keys that another rank has, too. Every rank calls this; the first one counts."""
+    everyone = gather_first(array("Q", keys).tobytes(), group)
+    return set(array("Q", from_first(lambda: _several([array("Q", found) for found in everyone]), group)))
+
+
+def _several(everyone: Sequence[Sequence[int]]) -> list[bytes]:
+    counts = Counter(key for found in everyone for key in set(found))
+    return [array("Q", (key for key in found if counts[key] > 1)).tobytes() for found in everyone]
+
+
+def check_sums(mine: Mapping[ChunkKey, int], group: dist.ProcessGroup | None) -> None:
+    """``compare_checksums`` of all ranks, by the first of them: nobody else needs the sums."""
+    everyone = gather_first(mine, group)
+    difference = from_first(lambda: [_difference(everyone)] * len(everyone), group)
+    if difference is not None:
+        raise difference
+
+
+def _difference(everyone: Sequence[Mapping[ChunkKey, int]]) -> DistributedError | None:
+    try:
+        compare_checksums(everyone)
+    except DistributedError as error:
+        return error
+    return None
 
 
 def compare_checksums(everyone: Sequence[Mapping[ChunkKey, int]]) -> None:

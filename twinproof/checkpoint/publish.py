@@ -43,6 +43,7 @@ __all__ = [
     "all_or_none",
     "build_index",
     "find_leftovers",
+    "from_first",
     "fsync_path",
     "gather",
     "gather_first",
@@ -533,6 +534,22 @@ def scatter(messages: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
     received: list[Any] = [None]
     dist.scatter_object_list(received, list(messages) or None, group_src=0, group=group)
     return received[0]
+
+
+def from_first(make: Callable[[], Sequence[Any]], group: dist.ProcessGroup | None) -> Any:
+    """What rank 0 makes for this rank; an error of ``make`` is raised there, and told to every other rank."""
+    messages: Sequence[Any] = ()
+    failure: BaseException | None = None
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            messages = make()
+        except BaseException as error:  # Also what ends a program: the others would wait for this rank.
+            failure, messages = error, [sendable(error)] * rank_count_of(group)
+    received = scatter(messages, group)
+    if failure is not None:
+        raise failure
+    raise_first([received] if isinstance(received, BaseException) else [])
+    return received
 
 
 def raise_first(failures: Sequence[BaseException | None]) -> None:

@@ -165,7 +165,11 @@ stopped_while_it_writes = patched(
 )
 stopped_while_it_compares = patched(
     "Of what ends a program while replicas are compared no other rank is told.",
-    mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter._check_replicas", *_ANYTHING),
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageWriter._check_replicas",
+        "self._settled(lambda: checksums(mine, planner))",
+        "checksums(mine, planner)",
+    ),
     kills="CKPT-691",
 )
 stopped_while_it_arranges = patched(

@@ -15,7 +15,7 @@ every_dimension_is_strided = patched(
 )
 plain_shards_beside_strided = patched(
     "Of a tensor with a strided shard the other shards are left out.",
-    mutated(f"{_PLAN}:_indices", "not placement.is_shard(dim) and not", "not"),
+    mutated(f"{_PLAN}:_runs", "not placement.is_shard(dim) and not", "not"),
     kills="CKPT-775",
 )
 others_beside_packed = patched(

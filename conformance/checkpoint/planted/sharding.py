@@ -55,13 +55,10 @@ tiling_unchecked = patched(
 )
 
 
-@fault(kills="CKPT-025", at="twinproof.checkpoint.plan:_part")
-def packed_blocks_confused(original: Any, tensor: Any, offset: Any) -> torch.Tensor:
+@fault(kills="CKPT-025", at="twinproof.checkpoint.plan:_PackedShards.part")
+def packed_blocks_confused(original: Any, shards: Any, fqn: str, value: Any, offset: Any) -> Any:
     """Every block of a packed shard holds the first one's values."""
-    from twinproof.checkpoint.plan import local_boxes
-
-    result: torch.Tensor = original(tensor, local_boxes(tensor)[0][0].offsets)
-    return result
+    return original(shards, fqn, value, next(iter(shards.blocks(fqn, value)), offset))
 
 
 @fault(kills="CKPT-026", at="fastimpl.checkpoint.reader:geometry")
@@ -121,18 +118,20 @@ dtype_of_the_first_rank = patched(
 
 place_not_said = patched(
     "A planner that is asked for a block without a place fails before it can say so.",
-    mutated("twinproof.checkpoint.plan:_part", "got=tuple(offset or ())", "got=tuple(offset)"),
+    mutated("twinproof.checkpoint.plan:_PackedShards.part", "tuple(offset or ())", "tuple(offset)"),
     kills="CKPT-025",
 )
 
 packed_blocks_are_even = patched(
     "A packed dimension is cut into blocks as even as can be, not as DTensor cuts it.",
-    mutated("twinproof.checkpoint.plan:_indices", "torch.chunk(held, getattr", "torch.tensor_split(held, getattr"),
+    mutated("twinproof.checkpoint.plan:_runs", "part = -(-count //", "part = max(1, count //"),
     kills="CKPT-025",
 )
 
 packed_beside_its_mesh = patched(
     "Ranks outside of a tensor's mesh look for its blocks in what they have.",
-    mutated("twinproof.checkpoint.plan:_is_packed", "value.device_mesh.get_coordinate() is not None", "True"),
+    mutated(
+        "twinproof.checkpoint.plan:_PackedShards.blocks", "if value.device_mesh.get_coordinate() is not None", "if True"
+    ),
     kills="CKPT-712",
 )

@@ -49,7 +49,7 @@ def stale_files_stay(original: Any, staging: Any) -> Any:
 
 replicas_not_compared = patched(
     "check_replicas compares nothing; torch keeps one rank's values.",
-    swap("twinproof.checkpoint.dcp:compare_checksums", nothing),
+    swap("twinproof.checkpoint.plan:compare_checksums", nothing),
     kills="CKPT-036",
 )
 
@@ -81,7 +81,7 @@ files_counted_by_each_rank = patched(
 )
 
 
-@fault(kills="CKPT-682", at="twinproof.checkpoint.dcp:compare_checksums")
+@fault(kills="CKPT-682", at="twinproof.checkpoint.plan:compare_checksums")
 def replicas_of_rank_0_alone(original: Any, everyone: Any) -> None:
     """What rank 0 does not hold is not compared."""
     original([{chunk: value for chunk, value in sums.items() if chunk in everyone[0]} for sums in everyone])
