@@ -43,7 +43,7 @@ class WaitingRows:
         """Read and check parts of the table's saved rows, in order. Raises as ``saved.rows``, and AllocationError."""
         table, found = self._table, saved.saved_table(self._table)
         record = saved.catalog.tensors[f"{table}.rows"].chunks[0]
-        ends, bucket_size = found.bucket_counts.cumsum(0), saved.buckets.bucket_size or 0
+        ends, bucket_size = found.bucket_ends, saved.buckets.bucket_size or 0
         descriptor = os.open(record.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for start in parts:

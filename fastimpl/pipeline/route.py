@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,24 +62,26 @@ class Route:
 
     def __init__(self, layout: Layout, *, cuts_all: bool = False) -> None:
         self.cuts, self.cuts_all = _find_cuts(layout, cuts_all=cuts_all), cuts_all
-        own = sum(table in layout.replicated for table in layout.feature_tables)
+        replicated = set(layout.replicated)
+        own = sum(table in replicated for table in layout.feature_tables)
         self.takes_some = 0 < own < len(layout.feature_tables)
         self.slot_counts = [sum(len(group.slots) for group in groups) for groups in layout.rank_groups]
         begins, self.segment_count = dict[tuple[int, int], int](), len(layout.feature_tables)
         for cut in self.cuts:
             begins[cut.key] = self.segment_count
             self.segment_count += len(cut.features) * layout.world_size
-        features = {cut.key: cut.features for cut in self.cuts}
+        places = {cut.key: {feature: place for place, feature in enumerate(cut.features)} for cut in self.cuts}
+        first_buckets = _first_buckets(layout)
         segments = []
         for rank, groups in enumerate(layout.rank_groups):
             for group in groups:
-                key = _key_of(layout, group)
+                key = _key_of(group, first_buckets)
                 for slot in group.slots:
                     if key not in begins:
                         segments.append(slot.feature)
                         continue
-                    mine = features[key]
-                    segments.append(begins[key] + rank * len(mine) + mine.index(slot.feature))
+                    mine = places[key]
+                    segments.append(begins[key] + rank * len(mine) + mine[slot.feature])
         self.order = segments
         self.sends_all_in_order = segments == list(range(self.segment_count))
         self._block_rows = {cut.key: cut.block_rows for cut in self.cuts if cut.block_rows is not None}
@@ -92,19 +96,25 @@ class Route:
         return self._placed[device]
 
 
-def _key_of(layout: Layout, group: Group) -> tuple[int, int]:
+def _first_buckets(layout: Layout) -> list[int]:
+    """Of each table the first one whose rows lie in the same buckets."""
+    first: dict[Any, int] = {}
+    return [first.setdefault(sharding.buckets, table) for table, sharding in enumerate(layout.shardings)]
+
+
+def _key_of(group: Group, first_buckets: Sequence[int]) -> tuple[int, int]:
     """Equal for the groups of all ranks that look up parts of tables which are cut in one pass."""
     shard = group.shards[0]
     kind, _ = KINDS[shard.kind].lookup_of(shard)
-    buckets = [sharding.buckets for sharding in layout.shardings]
-    return kind, buckets.index(buckets[shard.table])
+    return kind, first_buckets[shard.table]
 
 
 def _find_cuts(layout: Layout, *, cuts_all: bool) -> list[Cut]:
+    first_buckets = _first_buckets(layout)
     tables: dict[tuple[int, int], dict[int, int]] = {}
     for group in (group for groups in layout.rank_groups for group in groups):
         if group.slots[0].is_partial:
-            found = tables.setdefault(_key_of(layout, group), {})
+            found = tables.setdefault(_key_of(group, first_buckets), {})
             found.update({slot.feature: slot.shard.table for slot in group.slots})
     return [_cut(layout, key, tables[key], cuts_all=cuts_all) for key in sorted(tables)]
 

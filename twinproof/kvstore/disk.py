@@ -24,6 +24,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -99,6 +101,11 @@ class SavedTable:
     layout: RowLayout
     row_count: int
     bucket_counts: torch.Tensor
+
+    @cached_property
+    def bucket_ends(self) -> torch.Tensor:
+        """Where the rows of each bucket end, int64 [B]: asked for with every chunk, and worked out once."""
+        return self.bucket_counts.cumsum(0)
 
     def rows_of(self, begin: int, end: int) -> tuple[int, int]:
         """The rows [first, behind last) of buckets [begin, end). Raises ConfigError."""
@@ -207,7 +214,7 @@ class SavedRows(RowSource):
 
     def _check(self, table: str, ids: torch.Tensor, rows: torch.Tensor, start: int) -> None:
         if self._fits is not None:
-            ends = self.saved_table(table).bucket_counts.cumsum(0)
+            ends = self.saved_table(table).bucket_ends
             if self._fits(rows, ids, ends, start, self.buckets.bucket_size or 0):
                 return
         self.check_rows(table, ids, rows)
@@ -221,7 +228,7 @@ class SavedRows(RowSource):
 
     def check_order(self, table: str, ids: torch.Tensor, start: int) -> None:
         """Demand that ids from position ``start`` are in their buckets, ascending inside. Raises CorruptionError."""
-        ends = self.saved_table(table).bucket_counts.cumsum(0)
+        ends = self.saved_table(table).bucket_ends
         buckets = torch.searchsorted(ends, torch.arange(start, start + ids.numel(), device="cpu"), right=True)
         wrong = bucket_of(ids, self.buckets) != buckets
         unsorted = (ids[1:] <= ids[:-1]) & (buckets[1:] == buckets[:-1])
@@ -277,40 +284,59 @@ class _SavedReader:
 
     def __init__(self, saved: SavedRows) -> None:
         self._saved = saved
-        self._positions: dict[str, dict[int, int]] = {}
+        # Ids in ascending order, and their positions: 16 bytes a row.
+        self._ordered: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def _places(self, table: str) -> dict[int, int]:
-        if table not in self._positions:
+    def _order(self, table: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if table not in self._ordered:
             ids = self._saved.read_ids(table, 0, self.size(table))
             self._saved.catalog.check_unchanged()
-            self._positions[table] = {key: position for position, key in enumerate(ids.tolist())}
-        return self._positions[table]
+            found = ids.sort(stable=True)
+            self._ordered[table] = found.values, found.indices
+        return self._ordered[table]
 
     def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
-        places = self._places(table)
-        missing = [key for key in ids.tolist() if key not in places]
-        if missing:
-            raise MissingKeyError("ids that were not saved", got=missing[:10], where=f"{self._saved.path}: {table}")
-        for position, key in enumerate(ids.tolist()):
-            stored, row = self._saved.rows(table, places[key], 1)
-            if int(stored) != key:
+        missing = ids[~self.find(table, ids)]
+        if missing.numel():
+            got, where = missing[:10].tolist(), f"{self._saved.path}: {table}"
+            raise MissingKeyError("ids that were not saved", got=got, where=where)
+        known, order = self._order(table)
+        positions, of_ids = torch.unique(order[torch.searchsorted(known, ids)], return_inverse=True)
+        by_position = of_ids.argsort(stable=True)
+        ends = of_ids.bincount(minlength=positions.numel()).cumsum(0)
+        for first, behind in _neighbours(positions):
+            stored, rows = self._saved.rows(table, int(positions[first]), behind - first)
+            asked = by_position[int(ends[first - 1]) if first else 0 : int(ends[behind - 1])]
+            found, expected = stored[of_ids[asked] - first], ids[asked]
+            if not torch.equal(found, expected):
                 # Files of one size that were written within one tick of the clock look the same.
                 self._saved.catalog.check_unchanged()
-                where = f"{self._saved.path}: {table}"
-                raise CorruptionError("another row than before", got=int(stored), expected=key, where=where)
-            out[position] = row[0, begin:end]
+                at, where = (found != expected).nonzero()[0], f"{self._saved.path}: {table}"
+                seen, wanted = int(found[at]), int(expected[at])
+                raise CorruptionError("another row than before", got=seen, expected=wanted, where=where)
+            out[asked] = rows[of_ids[asked] - first, begin:end]
         self._saved.catalog.check_unchanged()
 
     def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        places = self._places(table)
-        return torch.tensor([key in places for key in ids.tolist()], dtype=torch.bool, device="cpu")
+        known, _ = self._order(table)
+        if not known.numel():
+            return torch.zeros_like(ids, dtype=torch.bool)
+        return known[torch.searchsorted(known, ids).clamp(max=known.numel() - 1)] == ids
 
     def ids(self, table: str, begin: int, last: int) -> torch.Tensor:
-        listed = sorted(key for key in self._places(table) if begin <= key <= last)
-        return torch.tensor(listed, dtype=torch.int64, device="cpu")
+        known, _ = self._order(table)
+        return known[(known >= begin) & (known <= last)]
 
     def size(self, table: str) -> int:
         return self._saved.saved_table(table).row_count
+
+
+def _neighbours(positions: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Runs [first, behind) of ascending positions, int64 [n], without a gap: at most ``LOAD_CHUNK_ROWS`` of each."""
+    cuts = [0, *((positions.diff() != 1).nonzero()[:, 0] + 1).tolist(), positions.numel()]
+    for first, behind in pairwise(cuts):
+        for begin in range(first, behind, LOAD_CHUNK_ROWS):
+            yield begin, min(begin + LOAD_CHUNK_ROWS, behind)
 
 
 @dataclass(frozen=True)

@@ -420,17 +420,23 @@ class Layout:
             for shard in sharding.rule.shards(index, table, sharding.ranks, world_size)
         ]
         self.replicated = [index for index, sharding in enumerate(self.shardings) if sharding.rule.is_replicated]
-        self.rank_groups = [self._groups_of(rank) for rank in range(world_size)]
-        self.begins, self.width = list[int](), 0
+        self._features_of: list[list[int]] = [[] for _ in tables]
+        for feature, index in enumerate(self.feature_tables):
+            self._features_of[index].append(feature)
+        by_rank: list[list[Shard]] = [[] for _ in range(world_size)]
+        for shard in self.shards:
+            by_rank[shard.rank].append(shard)
+        self.rank_groups = [self._groups_of(shards) for shards in by_rank]
+        self.begins, self.width, replicated = list[int](), 0, set(self.replicated)
         for index in self.feature_tables:
             self.begins.append(self.width)
-            self.width += 0 if index in self.replicated else tables[index].embedding_dim
+            self.width += 0 if index in replicated else tables[index].embedding_dim
 
-    def _groups_of(self, rank: int) -> list[Group]:
+    def _groups_of(self, shards: Sequence[Shard]) -> list[Group]:
+        """The lookups of one rank, which has these."""
         by_key: dict[tuple[int, int], list[Shard]] = {}
-        for shard in self.shards:
-            if shard.rank == rank:
-                by_key.setdefault(KINDS[shard.kind].lookup_of(shard), []).append(shard)
+        for shard in shards:
+            by_key.setdefault(KINDS[shard.kind].lookup_of(shard), []).append(shard)
         return [
             Group(tuple(some), tuple(Slot(f, shard) for shard in some for f in self.features_of_table(shard.table)))
             for _, some in sorted(by_key.items())
@@ -443,7 +449,7 @@ class Layout:
 
     def features_of_table(self, table: int) -> list[int]:
         """The features that are looked up in one table."""
-        return [feature for feature, index in enumerate(self.feature_tables) if index == table]
+        return self._features_of[table]
 
     def table_of(self, feature: int) -> EmbeddingBagConfig:
         """The table of a feature."""

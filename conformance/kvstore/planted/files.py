@@ -134,7 +134,7 @@ def _not_looked_at(original: Any, *arguments: Any) -> None:
 rows_at_the_places_of_before = patched(
     "Saved rows that were replaced are read at the places that the ids of before had.",
     wrap("twinproof.checkpoint.catalog:Catalog.check_unchanged", _not_looked_at),
-    mutated("twinproof.kvstore.disk:_SavedReader.read", "if int(stored) != key:", "if False:"),
+    mutated("twinproof.kvstore.disk:_SavedReader.read", "if not torch.equal(found, expected):", "if False:"),
     kills="KV-278",
 )
 same_ids_are_the_same_rows = patched(

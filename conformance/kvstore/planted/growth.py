@@ -1,0 +1,30 @@
+"""Faults that ``test_growth`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from conformance.harness import fault, patched, swap
+
+rows_read_one_by_one = patched(
+    "Each row of a saved store is read by itself.",
+    swap("twinproof.kvstore.disk:_neighbours", lambda found: [(n, n + 1) for n in range(found.numel())]),
+    kills="KV-460",
+)
+
+
+@fault(kills="KV-461", at="twinproof.kvstore.disk:SavedRows.check_order", of="fastimpl")
+def ends_of_each_chunk(original: Any, saved: Any, table: str, ids: torch.Tensor, start: int) -> None:
+    """The ends of the buckets are worked out for each chunk."""
+    vars(saved.saved_table(table)).pop("bucket_ends", None)
+    original(saved, table, ids, start)
+
+
+@fault(kills="KV-462", at="twinproof.kvstore.disk:_SavedReader._order")
+def rows_in_a_dictionary(original: Any, reader: Any, table: str) -> Any:
+    """Positions of saved rows are kept in a dictionary."""
+    known, order = original(reader, table)
+    reader._positions = dict(zip(known.tolist(), order.tolist(), strict=True))
+    return known, order
