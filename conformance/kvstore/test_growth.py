@@ -95,3 +95,17 @@ def test_found_rows(kvstore: Any, tmp_path: Path) -> None:
     assert_equal(found.tolist(), [True, True, False, False], where="rows that are there")
     # Two numbers of 8 bytes a row lie in tensors, which Python does not count.
     assert_le(python_bytes, 4096 * 4, where="bytes of Python's own objects that are kept for 4096 rows")
+
+
+@requirement(
+    "KV-463",
+    "The views of a table in a state dict MUST share one copy of its ids.",
+)
+def test_ids_of_views(kvstore: Any) -> None:
+    layout = kvstore.RowLayout(4, optimizer="adam")
+    store = store_of(kvstore, layout, optimizer_in_row=True)
+    store.set("t", ids_of([3, 1, 2]), weights_of(store, 3, 1))
+    views = [each for each in store.state_dict().values() if isinstance(each, kvstore.KVTensor)]
+    assert_equal(len(views), 4, where="views of weight, metadata and two moments")
+    copies = {view._ids.untyped_storage().data_ptr() for view in views}
+    assert_equal(len(copies), 1, where="copies of the ids")

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from conformance.harness import assert_equal, assert_le, requirement
+from conformance.pipeline.cases import TRAINING
+from conformance.pipeline.jobs import Job
 from fastimpl.pipeline import route
-from twinproof.pipeline import sharding
+from twinproof import optimizers
+from twinproof.pipeline import sharding, stages
 
 
 def _lines(work: Callable[[], object]) -> int:
@@ -72,3 +75,25 @@ def test_many_parts(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = route.Route(_layout(pipeline, 8, 4)())
     assert_equal(len(made.order), 8 * 4, where="segments that are sent")
     assert_equal(_Looked.looks, 0, where="features that are looked for among all")
+
+
+@requirement(
+    "PIPE-711",
+    "A step MUST list what its optimizer trains once for all sharded modules, and not for each.",
+)
+def test_many_modules(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    listings, own = [0], optimizers.trained_params
+
+    def counted(optimizer: Any) -> list[Any]:
+        listings[0] += 1
+        return own(optimizer)
+
+    monkeypatch.setattr(stages, "trained_params", counted)
+    for name in TRAINING:
+        job = Job(pipeline, 6, kinds=("data_parallel",))
+        assert_le(2, len(job.collections), where="collections")
+        schedule, loader = job.schedule(name), iter(job.batches(4))
+        schedule.progress(loader)
+        listings[0] = 0
+        schedule.progress(loader)
+        assert_le(listings[0], 1, where=f"{name}: listings in a step of {len(job.collections)} collections")

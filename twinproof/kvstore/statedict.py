@@ -149,7 +149,8 @@ def state_dict(
         whole = store.return_whole_row
 
         def view(name: str, read_only: bool, table: str = table, ids: torch.Tensor = ids) -> KVTensor:
-            return KVTensor(source, ids[:, 0], name, read_only, table=table, chunk_rows=chunk_rows)
+            # Nobody else has these ids: all views of the table share them.
+            return KVTensor.over(source, ids[:, 0], name, read_only, table=table, chunk_rows=chunk_rows)
 
         rows: dict[str, LazyRows] = {
             "weight": view("row" if whole else "weight", False),

@@ -160,7 +160,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         self._current: BatchContext | None = None
         self._made: BatchContext | None = None
         self.calls: list[Call] = []
-        self._late: dict[Any, bool] | None = None
+        self._late: dict[Any, Any] | None = None
         self._dense: DenseGradients | None = None
         self._attachment: Attachment | None = None
         self._traces: Traces
@@ -313,8 +313,9 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         sizes = tuple(len(group["params"]) for group in getattr(self._optimizer, "param_groups", ()))
         known = {} if self._late is None else self._late
         if (call.name, sizes) not in known:
-            known[call.name, sizes] = self.trains and call.is_late(self._optimizer)
-        return known[call.name, sizes]
+            trained = known.setdefault(sizes, set())
+            known[call.name, sizes] = self.trains and call.is_late(self._optimizer, trained)
+        return bool(known[call.name, sizes])
 
     def pull(self, count: int | None = None) -> None:
         """H of as many batches as a forward finds in flight, ``count`` at most, if the loader has them."""

@@ -95,11 +95,16 @@ class Call:
         self.name, self.module, self.arguments, self.postprocs = name, module, arguments, dict(postprocs)
         self.formula = (name, *formula)
 
-    def is_late(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer updates what the lookup reads: data-parallel tables, processors, tied weights."""
+    def is_late(self, optimizer: torch.optim.Optimizer, trained: set[int]) -> bool:
+        """Whether the optimizer updates what the lookup reads: data-parallel tables, processors, tied weights.
+
+        ``trained``: ids of what it trains, of a step; the first module that reads anything fills the set for all.
+        """
         listed = getattr(self.module, "listed_parameters", self.module.parameters)
         read = {id(param) for param in listed()}
-        return bool(read) and any(id(param) in read for param in trained_params(optimizer))
+        if read and not trained:
+            trained.update(id(param) for param in trained_params(optimizer))
+        return not read.isdisjoint(trained)
 
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 rows_read_one_by_one = patched(
     "Each row of a saved store is read by itself.",
@@ -28,3 +28,10 @@ def rows_in_a_dictionary(original: Any, reader: Any, table: str) -> Any:
     known, order = original(reader, table)
     reader._positions = dict(zip(known.tolist(), order.tolist(), strict=True))
     return known, order
+
+
+ids_copied_for_each_view = patched(
+    "Each view of a state dict has a copy of the ids.",
+    mutated("twinproof.kvstore.statedict:state_dict", "KVTensor.over(source, ids[:, 0]", "KVTensor(source, ids[:, 0]"),
+    kills="KV-463",
+)

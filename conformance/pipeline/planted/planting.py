@@ -28,6 +28,6 @@ def not_forgotten(original: Any, p: Any, batch: Any) -> None:
     """Lookups that edits outdated stay."""
 
 
-def never_late(original: Any, call: Any, optimizer: Any) -> bool:
+def never_late(original: Any, call: Any, *given: Any) -> bool:
     """No lookup waits for the optimizer."""
     return False
