@@ -60,7 +60,6 @@ __all__ = [
 logger = logging.getLogger("twinproof.pipeline")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# What a wrapper has its model as; ``torch.compile`` makes the last one.
 _INSIDE = {"DistributedDataParallel": "module", "DistributedModelParallel": "module", "OptimizedModule": "_orig_mod"}
 PROTOCOL = ("create_context", "input_dist", "compute", "output_dist")
 
@@ -71,7 +70,7 @@ def is_sharded(module: Any) -> bool:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside of wrappers, data-parallel or compiled, which call it and add nothing to what is traced."""
+    """The model inside of wrappers, data-parallel or of ``torch.compile``: they call it, and add nothing to trace."""
     while name := next((_INSIDE[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INSIDE), ""):
         model = getattr(model, name)
     return model
@@ -96,13 +95,10 @@ class Call:
         self.formula = (name, *formula)
 
     def is_late(self, optimizer: torch.optim.Optimizer, trained: set[int]) -> bool:
-        """Whether the optimizer updates what the lookup reads: data-parallel tables, processors, tied weights.
-
-        ``trained``: ids of what it trains, of a step; the first module that reads anything fills the set for all.
-        """
+        """Whether the optimizer updates what the lookup reads: data-parallel tables, processors, tied weights."""
         listed = getattr(self.module, "listed_parameters", self.module.parameters)
         read = {id(param) for param in listed()}
-        if read and not trained:
+        if read and not trained:  # The first module that reads anything lists what is trained, for all of a step.
             trained.update(id(param) for param in trained_params(optimizer))
         return not read.isdisjoint(trained)
 
