@@ -33,7 +33,7 @@ from twinproof.errors import TwinproofError
 WAYS = ("save", "thread", "process")
 STORAGES = ("ours", "torch files", "torch HF")
 # What cannot be right, by (state, way, storage) and number of ranks: torch's own stagers make plain memory, in which a
-# rank's rows or part of a table would stand for the whole; torch's HF writer keeps one chunk of a tensor.
+# rank's rows would stand for the whole; torch's HF writer keeps one chunk of a tensor.
 ROWS = ("rows", "live rows", "module with rows")
 
 
@@ -42,7 +42,7 @@ def _refused(state: str, way: str, storage: str, rank_count: int) -> bool:
         return False
     if way == "save":
         return state in ROWS[:2] and storage == "torch HF"
-    return state == "tables" or (state in ROWS and rank_count > 1)
+    return state in ROWS and rank_count > 1
 
 
 def _writer(rank: Rank, storage: str, path: str, group: Any) -> Any:
@@ -212,7 +212,7 @@ def test_copies(checkpoint: Any, rank_pool: Any) -> None:
     for rank_count in (1, 2):
         found = rank_pool.run(_copied, rank_count)[0]
         for way, outcomes in found.items():
-            refused = {"torch.save": ("live rows",), "clone": ("tables",)}.get(way, ())
+            refused = {"torch.save": ("live rows",)}.get(way, ())
             _check(outcomes, {state: "refused" if state in refused else "right" for state in MAKERS})
         assert_equal(set(found), {"deepcopy", "torch.save", "clone"}, where="ways")
 

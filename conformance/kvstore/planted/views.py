@@ -19,7 +19,7 @@ def first_of_several_tables(original: Any, cls: Any, source: Any, *arguments: An
     return original(cls, source, *arguments, **options)
 
 
-@fault(kills="KV-040", at="twinproof.kvstore.views:KVTensor.__new__")
+@fault(kills="KV-040", at="twinproof.kvstore.views:KVTensor.over")
 def optimizer_view_over_other_ids(original: Any, cls: Any, *arguments: Any, **options: Any) -> Any:
     """A state's view lists its ids in another order than the weights."""
     made = original(cls, *arguments, **options)
