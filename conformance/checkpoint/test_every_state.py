@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from conformance.checkpoint.cases import load, save
 from conformance.checkpoint.states import MAKERS, Made, agreed
+from conformance.checkpoint.trainer import Said
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement
 from conformance.harness.raising import errors_inside
 from twinproof.errors import TwinproofError
@@ -130,19 +131,6 @@ def test_every_way(checkpoint: Any, rank_pool: Any, tmp_path: Path, way: str, st
     _check(found[0], expected)
 
 
-class _Said:
-    """An object whose state is one of the components'."""
-
-    def __init__(self, said: Any) -> None:
-        self.said = said
-
-    def state_dict(self) -> Any:
-        return self.said
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.said = state_dict
-
-
 def _by_a_manager(rank: Rank, folder: str) -> dict[str, str]:
     outcomes, manager_of = {}, rank.component("checkpoint").CheckpointManager
     for name, make in MAKERS.items():
@@ -150,7 +138,7 @@ def _by_a_manager(rank: Rank, folder: str) -> dict[str, str]:
 
         def act(make: Any = make, path: str = path) -> None:
             made = make(rank)
-            states = {"made": _Said(made.state)}
+            states = {"made": Said(made.state)}
             options: dict[str, Any] = {"interval": 1, "async_mode": "async", "durable": False}
             with manager_of(path, model=torch.nn.Linear(1, 1), states=states, **options) as manager:
                 manager.save(1)

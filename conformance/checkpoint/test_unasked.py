@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from conformance.checkpoint.trainer import alone
+from conformance.checkpoint.trainer import Said, alone
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from twinproof.errors import PlanError
 
@@ -22,22 +22,9 @@ class _Odd(int):
     """A number whose text is that of another kind."""
 
 
-class _Said:
-    """An object that says what it was told, as any counter or data loader does."""
-
-    def __init__(self, said: Any) -> None:
-        self.said = said
-
-    def state_dict(self) -> Any:
-        return self.said
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.said = state_dict
-
-
 def _run(said: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     model = torch.nn.Linear(2, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), {"loader": _Said(said)}
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), {"loader": Said(said)}
 
 
 def _save(checkpoint: Any, folder: Path, said: Any) -> None:

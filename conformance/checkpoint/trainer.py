@@ -113,6 +113,19 @@ def load(manager: Any, step: int = -1) -> Any:
         return manager.load(step)
 
 
+class Said:
+    """An object that says what it was told, as any counter or data loader does."""
+
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def state_dict(self) -> Any:
+        return self.said
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.said = state_dict
+
+
 class Renamed:
     """torch's names <-> names of a checkpoint, with a prefix; one weight transposed, as Conv1D stores it."""
 

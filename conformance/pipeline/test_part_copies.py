@@ -72,3 +72,18 @@ def test_copies_of_parts(pipeline: Any, is_held: bool) -> None:
         other.copy_(TableShard.make((9, 4), torch.float32, torch.ones(3, 2), (6, 2)))
     with raises(UnsupportedError, mentions=("to_local",), where="other sizes"):
         part.new_empty((2, 2))
+
+
+@requirement(
+    "PIPE-646",
+    "Memory for a part of a table that is asked for in another dtype MUST be refused by name, and not be of the "
+    "part's own without a word.",
+)
+def test_other_dtypes(pipeline: Any) -> None:
+    part: Any = TableShard.make((9, 4), torch.float32, torch.ones(3, 2), (6, 2))
+    for where, make in (("zeros_like", torch.zeros_like), ("new_empty", lambda of, **o: of.new_empty((9, 4), **o))):
+        for dtype in (None, torch.float32):
+            with succeeds("memory for a part", where=f"{where}, {dtype}"):
+                assert_equal(make(part, dtype=dtype).dtype, torch.float32, where=f"{where}, {dtype}")
+        with raises(UnsupportedError, mentions=("to_local",), where=f"{where} of another dtype"):
+            make(part, dtype=torch.float64)

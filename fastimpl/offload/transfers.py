@@ -379,7 +379,7 @@ class StreamedTransfers:
         return view_of(chunk.memory, bundle.places[name], bundle.offset_bytes)
 
     def untidy(self) -> list[Bundle]:
-        """Of chunks that do not lie as they were planned, whatever the reason."""
+        """Of chunks that do not lie as they were planned, whatever the reason; views that were spoilt are made anew."""
         found: list[Bundle] = []
         for chunk in self._chunks:
             bound = chunk.layout.look(self.plan.optimizer)

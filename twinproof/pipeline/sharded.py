@@ -118,22 +118,22 @@ class TableShard(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        aten = torch.ops.aten
+        aten, options = torch.ops.aten, kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
             return args[0]
         # What a copy for an asynchronous save is made by, and one that somebody keeps in memory.
         if func is aten.clone.default:
             return args[0].__deepcopy__({})
-        if func is aten.zeros_like.default:
-            return args[0]._with_local(lambda part: torch.zeros_like(part, device="cpu"))
-        if func is aten.new_empty.default and list(args[1]) == list(args[0].shape):
+        keeps_dtype = options.get("dtype") in (None, getattr(args[0], "dtype", None))
+        if func is aten.zeros_like.default and keeps_dtype:
+            return args[0]._with_local(lambda part: torch.zeros_like(part, device=options.get("device")))
+        if func is aten.new_empty.default and list(args[1]) == list(args[0].shape) and keeps_dtype:
             # Torch's stager gives it the attributes of what it stages, each copied.
             return TableShard.make((args[0].shape[0], args[0].shape[1]), args[0].dtype, None, args[0].origin)
         if func is aten.copy_.default and all(isinstance(each, TableShard) for each in args[:2]):
             check_part(args[0], args[1], "copy_")
             copy_into(args[0], args[1])
             return args[0]
-        options = kwargs or {}
         if func is aten._to_copy.default and options.keys() == {"dtype"}:
             return args[0]._with_local(lambda part: part.to(options["dtype"]), options["dtype"])
         raise UnsupportedError("a part of a table, not the table: use to_local()", got=str(func), where="TableShard")

@@ -49,3 +49,13 @@ staged_parts_begin_at_zero = patched(
     ),
     kills="PIPE-667",
 )
+
+dtypes_passed_over = patched(
+    "Memory for a part is of the part's dtype, whatever was asked for.",
+    mutated(
+        "twinproof.pipeline.sharded:TableShard.__torch_dispatch__",
+        'options.get("dtype") in (None, getattr(args[0], "dtype", None))',
+        "True",
+    ),
+    kills="PIPE-646",
+)
