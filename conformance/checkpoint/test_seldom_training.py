@@ -340,12 +340,24 @@ def test_masters_among_the_states(checkpoint: Any, offload: Any, tmp_path: Path,
         assert_same_tensor(its_states["masters"].state_dict()[name], value, where=f"master {name}")
 
 
+class _Told(torch.nn.Linear):
+    """With a state that is no tensor."""
+
+    told: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"value": self.weight[0, 0].item()}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state["value"]
+
+
 class _Aside(torch.nn.Module):
     """A module that saves what is no parameter and no buffer, as tables that are cut and rows of a store do."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.rows, self.dense = torch.full((2, 3), value), torch.nn.Linear(3, 1)
+        self.rows, self.dense = torch.full((2, 3), value), _Told(3, 1)
         torch.nn.init.constant_(self.dense.weight, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -396,6 +408,8 @@ def _wrapped_models(rank: Rank, path: str) -> None:
         for name, value in saved.state_dict().items():
             if isinstance(value, torch.Tensor):
                 assert_same_tensor(fresh.state_dict()[name], value, where=f"{name}, {where}")
+        told = [each.told for each in fresh.modules() if isinstance(each, _Told)]
+        assert_equal(told, [1.0] if is_whole else [1.0, 2.0], where=f"extra states, {where}")
 
 
 @requirement(

@@ -35,6 +35,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
+from twinproof.checkpoint import plan
 from twinproof.checkpoint.catalog import Catalog
 from twinproof.errors import CorruptionError, DistributedError, TwinproofError
 
@@ -165,6 +166,34 @@ def test_divergent_replicas(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> 
         with raises(DistributedError, mentions=("drift", said), where=f"rank {other} differs"):
             rank_pool.run(_save_divergent, 3, str(tmp_path / "ck"), True, other)
         assert_equal(list(tmp_path.iterdir()), [], where=f"rank {other} differs: folder after the refused save")
+
+
+def _failures_of_divergent(rank: Rank, path: str, is_short_of_memory: bool) -> list[tuple[str, str]]:
+    compare = _without_memory if is_short_of_memory else plan.compare_checksums
+    with unittest.mock.patch.object(plan, "compare_checksums", compare):
+        try:
+            _save_divergent(rank, path, True, 1)
+        except dcp.api.CheckpointException as error:
+            return [(type(each).__name__, str(each)) for _, (each, _) in sorted(error.failures.items())]
+    return []
+
+
+def _without_memory(everyone: Any) -> None:
+    raise MemoryError("no memory to compare")
+
+
+@requirement(
+    "CKPT-848",
+    "Replicas that differ MUST be told of on every rank in the words of the comparison, which is no failure of a rank; "
+    "a failure of the rank that compares MUST be its own error there, and another rank's failure on the others.",
+)
+def test_words_of_a_comparison(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for said in rank_pool.run(_failures_of_divergent, 3, str(tmp_path / "ck"), False):
+        assert_equal([text.split(";")[0] for _, text in said], ["replicas differ"] * 3, where="replicas that differ")
+    for said in rank_pool.run(_failures_of_divergent, 3, str(tmp_path / "ck"), True):
+        names = [name for name, _ in said]
+        assert_equal(names, ["MemoryError", "DistributedError", "DistributedError"], where="a failing comparison")
+    assert_equal(list(tmp_path.iterdir()), [], where="folder after the refused saves")
 
 
 def _save_divergent_shards(rank: Rank, path: str) -> None:

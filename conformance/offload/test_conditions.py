@@ -224,14 +224,23 @@ def test_refused_by_the_cpu(offload: Any, fault: str, halves: bool) -> None:
     "A parameter that the optimizer itself cannot step MUST be refused by the step that would have to foresee its "
     "states, with the optimizer's own reason, and the others go on once it is gone.",
 )
-def test_states_that_cannot_be_foreseen(offload: Any) -> None:
-    with proven() as device:
-        twins = Twins(offload, device, "Muon")
-        twins.step()
+@pytest.mark.parametrize(
+    ("kind", "given", "reason"),
+    [
         # Muon looks at the dimensions of those alone that it is made with.
-        twins.optimizer.add_param_group({"params": [torch.nn.Parameter(values((8,), 7))]})
+        ("Muon", lambda: values((8,), 7), ("ValueError", "2D", "where: Muon")),
+        ("Adam", lambda: torch.eye(3).to_sparse_csr(), ("unsupported tensor layout", "where: Adam")),
+    ],
+    ids=["Muon", "sparse"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_states_that_cannot_be_foreseen(offload: Any, kind: str, given: Any, reason: tuple[str, ...]) -> None:
+    with proven() as device:
+        twins = Twins(offload, device, kind)
+        twins.step()
+        twins.optimizer.add_param_group({"params": [torch.nn.Parameter(given())]})
         twins.set_gradients()
-        with raises(UnsupportedError, mentions=("cannot be foreseen", "ValueError", "2D", "where: Muon")):
+        with raises(UnsupportedError, mentions=("cannot be foreseen", *reason), where=kind):
             twins.optimizer.step()
         del twins.optimizer.param_groups[1]
         twins.plain.step()

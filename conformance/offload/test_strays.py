@@ -55,7 +55,23 @@ def _shortened(optimizer: Any, params: list[Any]) -> None:
         state[name] = value[:-1] if value.dim() else value
 
 
-EDITS = (_shortened, _swapped, _exchanged, _handed, _replaced, _pruned)
+def _thinned(optimizer: Any, params: list[Any]) -> None:
+    """A new parameter with every second column of an old one, and of its states."""
+    old = params[2]
+    params[2] = torch.nn.Parameter(old.detach()[:, ::2].clone())
+    optimizer.param_groups[0]["params"][2] = params[2]
+    state = optimizer.state[params[2]] = optimizer.state.pop(old)
+    for name, value in state.items():
+        state[name] = value[:, ::2] if value.dim() else value
+
+
+def _close_gaps(optimizer: Any) -> None:
+    """What moves takes no gaps along, which a plain optimizer keeps."""
+    for state in optimizer.state.values():
+        state.update({name: value.contiguous() for name, value in state.items()})
+
+
+EDITS = (_thinned, _shortened, _swapped, _exchanged, _handed, _replaced, _pruned)
 SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("pretend", {"chunk_bytes": 0}),
     ("cpu", {}),
@@ -85,9 +101,14 @@ def test_handed_over(offload: Any, place: str, options: dict[str, Any]) -> None:
                     twins.offloader.settle_for_writing()
                 if number:
                     edit(twins.plain, twins.plain_params)
+                    _close_gaps(twins.plain)
                     edit(twins.optimizer, twins.params)
+                # What somebody else keeps there is no state, and no tensor of a parameter.
+                other = torch.zeros(2)
+                twins.optimizer.state[other] = "a note"
                 with succeeds("a step", where=where):
                     twins.step()
+                del twins.optimizer.state[other]
             twins.check()
 
 

@@ -72,6 +72,10 @@ def test_copies_of_parts(pipeline: Any, is_held: bool) -> None:
         other.copy_(TableShard.make((9, 4), torch.float32, torch.ones(3, 2), (6, 2)))
     with raises(UnsupportedError, mentions=("to_local",), where="other sizes"):
         part.new_empty((2, 2))
+    with raises(UnsupportedError, mentions=("to_local",), where="a whole table into a part"):
+        part.copy_(torch.ones(9, 4))
+    with raises(UnsupportedError, mentions=("to_local",), where="a part into a whole table"):
+        torch.ones(9, 4).copy_(part)
 
 
 @requirement(

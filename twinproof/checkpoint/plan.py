@@ -172,20 +172,20 @@ _Blocks = dict[tuple[int, ...], tuple[Box, tuple[int, ...]]]
 class _PackedShards:
     """Shards made of several blocks, by name: their blocks by offsets, with their offsets in the local tensor.
 
-    A planner asks for them once for each of its tensors' blocks, and they are found once.
+    A planner asks for them once for each of its tensors' blocks, and they are found once a plan.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[DTensor, _Blocks]] = {}
+        self._known: dict[str, _Blocks] = {}
 
     def blocks(self, fqn: str, value: Any) -> _Blocks:
         """Those of a shard; none of any other value."""
         if not isinstance(value, DTensor) or not any(type(p).__name__ == "_StridedShard" for p in value.placements):
             return {}
-        if fqn not in self._known or self._known[fqn][0] is not value:
+        if fqn not in self._known:
             found = local_boxes(value) if value.device_mesh.get_coordinate() is not None else []
-            self._known[fqn] = value, {box.offsets: (box, at) for box, at in found} if len(found) > 1 else {}
-        return self._known[fqn][1]
+            self._known[fqn] = {box.offsets: (box, at) for box, at in found} if len(found) > 1 else {}
+        return self._known[fqn]
 
     def part(self, fqn: str, value: Any, offset: torch.Size | None) -> torch.Tensor | None:
         """The local memory of one block; None where a value is not made of several. Raises PlanError."""
@@ -507,7 +507,8 @@ def _several(everyone: Sequence[Sequence[int]]) -> list[bytes]:
 def check_sums(mine: Mapping[ChunkKey, int], group: dist.ProcessGroup | None) -> None:
     """``compare_checksums`` of all ranks, by the first of them: nobody else needs the sums."""
     everyone = gather_first(mine, group)
-    difference = from_first(lambda: [_difference(everyone)] * len(everyone), group)
+    # In a tuple: by itself it would be taken for a failure of the first rank.
+    (difference,) = from_first(lambda: [(_difference(everyone),)] * len(everyone), group)
     if difference is not None:
         raise difference
 

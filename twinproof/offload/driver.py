@@ -677,7 +677,7 @@ def expected_states(
     # States of a scalar are scalars, which stay where they are.
     if kind is None or local.dim() == 0:
         return {}
-    form = None if known is None or local.layout is not torch.strided else (local.dtype, local.shape, local.stride())
+    form = (local.dtype, local.shape, local.layout, local.layout is torch.strided and local.stride())
     if known is not None and form in known:
         return dict(known[form])
     probe = torch.empty_like(local, device="meta").requires_grad_()
@@ -700,7 +700,7 @@ def expected_states(
             where=kind.__name__,
         ) from error
     found = {key: value for key, value in copy.state[probe].items() if is_movable(value)}
-    if known is not None and form is not None:
+    if known is not None:
         known[form] = found
     return found
 

@@ -336,12 +336,10 @@ class OptimizerStateOffloader:
     # Moves and waits, for tools that look at memory between steps.
 
     @_verb
-    def to_host(
-        self, bundles: Iterable[Bundle], *, only: Wanted | None = None, copies: bool = True, binds: bool = True
-    ) -> None:
+    def to_host(self, bundles: Iterable[Bundle], *, copies: bool = True, binds: bool = True) -> None:
         """See ``Transfers.to_host``."""
         self._free_strays()
-        self.transfers.to_host(bundles, only=only, copies=copies, binds=binds)
+        self.transfers.to_host(bundles, copies=copies, binds=binds)
 
     @_verb
     def to_device(self, bundles: Iterable[Bundle], *, for_good: bool = False) -> None:

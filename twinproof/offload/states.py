@@ -267,8 +267,7 @@ def rebind(optimizer: Optimizer, bundle: Bundle, name: str, memory: torch.Tensor
 
 def beside(engine: Any, source: torch.Tensor) -> torch.Tensor:
     """The values of a local tensor in device memory of its own; the caller waits for the copy."""
-    # Of what was cut from something larger the copy takes no gaps along.
-    source = source if is_dense(source) else source.clone()
+    # Of what was cut from something larger the copy takes no gaps along: its strides are those of dense memory.
     place = Place(0, source.dtype, tuple(source.shape), dense_strides(source))
     here = view_of(engine.device_empty(max(place.size_bytes, source.element_size())), place, 0)
     if source.numel():

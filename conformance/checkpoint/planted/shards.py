@@ -73,6 +73,21 @@ replicas_of_two_ranks_compared = patched(
     kills="CKPT-036",
 )
 
+differences_taken_for_failures = patched(
+    "That replicas differ is told as a failure of the rank that compared them.",
+    mutated(
+        "twinproof.checkpoint.plan:check_sums",
+        "(difference,) = from_first(lambda: [(_difference(everyone),)]",
+        "difference = from_first(lambda: [_difference(everyone)]",
+    ),
+    kills="CKPT-848",
+)
+
+failures_of_the_first_rank_untold = patched(
+    "What fails on the first rank is raised there, and the others are given nothing.",
+    mutated("twinproof.checkpoint.publish:from_first", "[sendable(error)] * rank_count_of", "[None] * rank_count_of"),
+    kills="CKPT-848",
+)
 
 files_counted_by_each_rank = patched(
     "The names of a rank's shard files say how many files it has tensors of.",

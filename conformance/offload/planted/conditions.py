@@ -90,6 +90,14 @@ states_that_are_missing = patched(
     kills="OPT-470",
 )
 
+strides_of_the_sparse = patched(
+    "Every parameter is asked for its strides, which a sparse one does not have.",
+    mutated(
+        "twinproof.offload.driver:expected_states", "local.layout is torch.strided and local.stride()", "local.stride()"
+    ),
+    kills="OPT-471",
+)
+
 unforeseen_as_it_comes = patched(
     "What an optimizer says to a parameter that it cannot step goes through as it is.",
     mutated("twinproof.offload.driver:expected_states", "except Exception as error:", "except KeyError as error:"),
