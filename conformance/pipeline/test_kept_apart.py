@@ -148,3 +148,44 @@ def test_configurations_of_the_caller(pipeline: Any) -> None:
 
 def _configs_of(module: Any) -> Any:
     return module.embedding_bag_configs() if hasattr(module, "embedding_bags") else module.embedding_configs()
+
+
+def _batch_of_one(pipeline: Any) -> Any:
+    values, lengths, weights = torch.tensor([1, 2, 3]), torch.tensor([1, 2]), torch.ones(3)
+    return pipeline.KeyedJaggedTensor(keys=["a"], values=values, lengths=lengths, weights=weights)
+
+
+@requirement(
+    "PIPE-647",
+    "What is put together, of one part too, MUST be memory of its own, columns that are regrouped and batches that are "
+    "joined: who changes it in place changes neither its parts nor another group.",
+)
+def test_put_together_of_one(pipeline: Any) -> None:
+    columns, batches = pipeline.KeyedTensor, pipeline.KeyedJaggedTensor
+    groups = [["a"], ["a", "b"], ["a"]]
+    regroups: dict[str, Callable[[Any], Any]] = {
+        "regroup": lambda given: columns.regroup([given], groups),
+        "regroup_as_dict": lambda given: list(columns.regroup_as_dict([given], groups, ["x", "y", "z"]).values()),
+        "regroup_kts": lambda given: pipeline.regroup_kts([given], groups),
+        "permute_multi_embedding": lambda given: pipeline.permute_multi_embedding([given], groups),
+    }
+    for where, regroup in regroups.items():
+        given = columns(["a", "b"], [2, 2], torch.ones(2, 4))
+        first, *others = regroup(given)
+        first.zero_()
+        for name, each in (("columns", given.values()), ("another group", others[0]), ("a group alike", others[1])):
+            assert_bits(each, torch.ones_like(each), f"{name} behind a change of one group, {where}")
+    part = torch.ones(2, 2)
+    columns.from_tensor_list(["a"], [part]).values().zero_()
+    assert_bits(part, torch.ones(2, 2), "a part behind a change of from_tensor_list")
+    joins: dict[str, Callable[[Any], Any]] = {
+        "concat": lambda given: batches.concat([given]),
+        "from_jt_dict": lambda given: batches.from_jt_dict(given.to_dict()),
+        "permute": lambda given: given.permute([0]),
+    }
+    for where, join in joins.items():
+        given = _batch_of_one(pipeline)
+        joined = join(given)
+        for name in ("values", "lengths", "weights"):
+            getattr(joined, name)().zero_()
+            assert_bits(getattr(given, name)(), getattr(_batch_of_one(pipeline), name)(), f"{name}, {where}")

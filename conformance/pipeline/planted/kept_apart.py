@@ -24,3 +24,12 @@ features_written_into_the_table = patched(
     mutated("twinproof.pipeline.config:check_tables", "copy.copy(own_config(kind, table))", "own_config(kind, table)"),
     kills="PIPE-628",
 )
+groups_of_one_are_views = patched(
+    "A group of one name is a view of its column.",
+    mutated(
+        "twinproof.pipeline.batches:_regrouped",
+        "torch.cat(columns, dim=keyed_tensors[0].key_dim())",
+        "columns[0] if len(columns) == 1 else torch.cat(columns, dim=keyed_tensors[0].key_dim())",
+    ),
+    kills="PIPE-647",
+)
