@@ -88,7 +88,9 @@ class _LearningRate(torch.optim.Optimizer):
 class _Bags(torch.nn.Module):
     """One of FBGEMM's lookups, which has one pooling and one dtype for all of its tables."""
 
-    def __init__(self, tables: Any, *, optimizer: FusedOptimizer, bounds_check: str = "fatal", weights: Any) -> None:
+    def __init__(
+        self, tables: Any, *, optimizer: FusedOptimizer, bounds_check: str = "fatal", weights: Any = None
+    ) -> None:
         super().__init__()
         forms = {(table.pooling, table.data_type) for table in tables}
         if len(forms) > 1:
@@ -106,7 +108,8 @@ class _Bags(torch.nn.Module):
             bounds_check_mode=training.BoundsCheckMode[bounds_check.upper()],
             **_fused(optimizer),
         )
-        for mine, given in zip(self.lookups.split_embedding_weights(), weights, strict=True):
+        # Without any, they are upstream's own.
+        for mine, given in zip(self.lookups.split_embedding_weights(), weights or [], strict=weights is not None):
             mine.copy_(given)
         self.fused_optimizer = _LearningRate(self.lookups, optimizer.lr)
 
