@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import shutil
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
@@ -16,7 +17,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard
 
-from conformance.checkpoint.cases import INDEX, assert_loads, mesh_of, part_of, random_bits, save_ranks, sharded
+from conformance.checkpoint.cases import (
+    FILE,
+    INDEX,
+    assert_loads,
+    mesh_of,
+    part_of,
+    random_bits,
+    save,
+    save_ranks,
+    sharded,
+)
 from conformance.harness import Rank, assert_equal, assert_same_tensor, requirement, succeeds
 from twinproof.checkpoint.catalog import read_catalog, stored_ranges, verify
 
@@ -203,3 +214,25 @@ def test_diff_of_orders(
                     found = status, json.loads(capsys.readouterr().out)["differences"]
                     where = f"{name}, {piece_bytes} bytes at once, order {order}"
                     assert_equal(found, (int(bool(expected)), expected), where=where)
+
+
+@requirement(
+    "CKPT-849",
+    "diff MUST compare what the files hold, and not what they say of it: a bit that has flipped in a copy is found, "
+    "though both state the same checksums, on either side.",
+    needs=("staged_copies",),
+)
+def test_diff_reads_what_it_compares(
+    impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module(f"{impl.__name__}.checkpoint.__main__")
+    save(checkpoint, {"w": torch.arange(16.0), "b": torch.ones(3)}, tmp_path / "a", checksums=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    data = bytearray((tmp_path / "b" / FILE).read_bytes())
+    at = data.index(torch.arange(16.0).numpy().tobytes())
+    data[at + 5] ^= 0x20
+    (tmp_path / "b" / FILE).write_bytes(data)
+    for pair in ("ab", "ba"):
+        status = main.main(["diff", *(str(tmp_path / name) for name in pair), "--json"])
+        found = status, json.loads(capsys.readouterr().out)["differences"]
+        assert_equal(found, (1, {"w": "1 of 16 values, the first at [1]"}), where=pair)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import PlantedBug, RequirementError, collect_requirements, requirement, swap
+from conformance.harness.implementation import capabilities
 from conformance.harness.ledger import builtin_ledger
 from conformance.harness.planted import all_planted, check_matrix, untraced
 from conformance.harness.requirements import Requirement, check_unique, requirement_of
@@ -102,6 +103,22 @@ def test_the_suite_itself_is_sound() -> None:
 def test_every_requirement_has_a_planted_bug() -> None:
     # Those that need a GPU are killed on one; here they are skipped by name.
     assert untraced(collect_requirements(), all_planted()) == ()
+
+
+def undeclared_needs(found: Iterable[Requirement]) -> list[str]:
+    """Capabilities that fastimpl does not have: what asks for one would be skipped everywhere, its planted bugs too."""
+    return [
+        f"{each.id}: {need}"
+        for each in found
+        for need in each.needs
+        if need != "cuda" and need not in capabilities("fastimpl", each.stem)
+    ]
+
+
+def test_every_capability_that_is_needed_is_declared() -> None:
+    asked = Requirement("CKPT-001", "MUST", ("cuda", "streams", "staged_copies"), "m", "test")
+    assert undeclared_needs([asked]) == ["CKPT-001: streams"]
+    assert undeclared_needs(collect_requirements()) == []
 
 
 def unresolved_targets(bugs: Iterable[PlantedBug]) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from conformance.harness import assert_equal, requirement
+from conformance.harness import assert_equal, requirement, succeeds
 from conformance.harness.places import on_pretend
 from conformance.offload.cases import SHAPES, Twins, proven, values
 from conformance.provers.pretend_device import PretendEngine
@@ -154,3 +155,29 @@ def test_no_elements(offload: Any) -> None:
         step()
         check("after a step with loaded states")
         offloader.close()
+
+
+def _turned(shape: tuple[int, ...], seed: int, order: tuple[int, ...]) -> torch.Tensor:
+    """Values whose memory has the dimensions in another order."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return values([shape[dim] for dim in order], seed).permute(inverse)
+
+
+@requirement(
+    "OPT-519",
+    "Parameters beside each other whose memory has their dimensions in any one order MUST be stepped with the plain "
+    "optimizer's bits, whether or not padding stands between their states.",
+)
+@pytest.mark.parametrize("release", ["at_offload", "on_request"])
+def test_any_order_of_dimensions(offload: Any, release: str) -> None:
+    # Of the first two shapes no state needs padding, of the others each does.
+    for shape in ((16, 32), (8, 4, 16), (5, 7), (3, 2, 5)):
+        for order in itertools.permutations(range(len(shape))):
+            with proven() as device:
+                given = [_turned(shape, number, order) for number in range(3)]
+                twins = Twins(offload, device, "Adam", given, options={}, release=release)
+                for number in range(3):
+                    with succeeds("a step", where=f"{shape} in the order {order}, step {number}"):
+                        twins.step()
+                twins.check()
+                twins.offloader.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.harness import fault, mutated, patched
+from twinproof.checkpoint.catalog import expected_sums
 
 
 @fault(kills="CKPT-630", at="twinproof.checkpoint.catalog:parse_sharding")
@@ -45,3 +46,10 @@ one_part_fills_a_rectangle = patched(
     mutated("twinproof.checkpoint.catalog:stored_ranges", "return memory, ranges", "return memory, ranges[-1:]"),
     kills="CKPT-805",
 )
+
+
+@fault(kills="CKPT-849", at="fastimpl.checkpoint.__main__:_difference", of="fastimpl")
+def sums_spare_the_reading(original: Any, name: str, sides: Any) -> Any:
+    """Tensors of which both sides state one checksum are taken for equal."""
+    stated = [{key: crc for (_, key), crc in expected_sums(side).items()} for side in sides]
+    return None if name in stated[0] and stated[0][name] == stated[1].get(name) else original(name, sides)

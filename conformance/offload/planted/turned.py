@@ -27,3 +27,14 @@ places_of_nothing = patched(
     mutated("twinproof.offload.driver:MovePlan.refit", "len(kept) < len", "len(kept) > len"),
     kills="OPT-354",
 )
+
+rows_told_by_their_elements = patched(
+    "States that fill what lies between them are taken for rows of one tensor, whatever order their dimensions have.",
+    mutated(
+        "fastimpl.offload.layout:_Run.views",
+        "pitch == shape[0] * strides[0]",
+        "pitch == torch.Size(shape).numel()",
+    ),
+    kills="OPT-519",
+    of="fastimpl",
+)
