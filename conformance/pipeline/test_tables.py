@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
+from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.sharding import (
@@ -410,6 +410,29 @@ def test_generator(pipeline: Any, is_drawn: bool) -> None:
         before = torch.get_rng_state()
         pipeline.ShardedEmbeddingBagCollection(meta, {"t0": plan, "t1": plan}, seed=3)
         assert_same_tensor(torch.get_rng_state(), before, where=f"the generator's state, {plan.kind}")
+
+
+def _memory_of_shards(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    for where, init_fn in (("drawn", _drawn), ("filled", _rows), ("bounds", None)):
+        config = pipeline.EmbeddingBagConfig(12, 4, "t0", feature_names=["f0"], init_fn=init_fn)
+        for device in ("meta", "cpu"):
+            whole = pipeline.EmbeddingBagCollection([config], device=device)
+            for plan in (pipeline.table_wise(0), pipeline.row_wise(), pipeline.column_wise([0, 1])):
+                sharded = pipeline.ShardedEmbeddingBagCollection(whole, {"t0": plan})
+                for shard, weight, _ in sharded.local_shards().values():
+                    found = weight.untyped_storage().nbytes()
+                    expected = (shard.rows[1] - shard.rows[0]) * shard.width * weight.element_size()
+                    assert_equal(found, expected, where=f"bytes of a shard, {plan.kind}, {where}, from {device}")
+
+
+@requirement(
+    "PIPE-648",
+    "Weights of a shard MUST hold the memory of that shard alone, however they were made: by an init_fn of the whole "
+    "table, by bounds, or from a table that was there; of every plan.",
+)
+def test_memory_of_shards(pipeline: Any, rank_pool: Any) -> None:
+    rank_pool.run(_memory_of_shards, 2)
 
 
 @requirement(

@@ -597,7 +597,9 @@ def initial_shard(table: EmbeddingBagConfig, index: int, shard: Shard, seed: int
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + index)
             whole = initial_weight(table)
-        return whole[slice(*shard.rows), slice(*shard.columns)].contiguous()
+        part = whole[slice(*shard.rows), slice(*shard.columns)]
+        # Rows of the whole table would keep its memory on every rank.
+        return part if part.numel() == whole.numel() else part.clone(memory_format=torch.contiguous_format)
     initializer = Initializer.uniform(table.init_fn.low, table.init_fn.high)
     weight = torch.empty(shard.rows[1] - shard.rows[0], shard.width, dtype=table.dtype, device="cpu")
     for begin in range(*shard.rows, INIT_ROWS):

@@ -112,3 +112,13 @@ weights_of_any_type = patched(
     mutated("twinproof.pipeline.config:check_given", "not isinstance(weight, torch.Tensor)", "False"),
     kills="PIPE-559",
 )
+
+shards_in_whole_tables = patched(
+    "A shard of rows that an init_fn made keeps the memory of the whole table.",
+    mutated(
+        "twinproof.pipeline.sharding:initial_shard",
+        "part.clone(memory_format=torch.contiguous_format)",
+        "part.contiguous()",
+    ),
+    kills="PIPE-648",
+)
