@@ -556,6 +556,29 @@ def test_files_replaced_while_read(checkpoint: Any, tmp_path: Path) -> None:
 
 
 @requirement(
+    "CKPT-850",
+    "A quantized reader that loads again MUST read values and scales as they lie there then: where other files have "
+    "come to its path, and from another path.",
+)
+def test_loads_of_one_reader(checkpoint: Any, tmp_path: Path) -> None:
+    for form, name, shape in (("fp8", "w.weight", (20, 10)), ("mxfp4", "w_blocks", (3, 64))):
+        folders = [tmp_path / f"{form}-{number}" for number in range(2)]
+        used = checkpoint.QuantizedHuggingFaceStorageReader(folders[0], block_size=8)
+        for seed, folder in enumerate((*folders, folders[1], folders[0]), start=1):
+            folder.mkdir(exist_ok=True)
+            made = _matrix([20, 10], 8, torch.float8_e4m3fn, seed) if form == "fp8" else _groups([3, 2, 16], seed)
+            _save(checkpoint, made, folder)
+            used.reset(folder)
+            found = torch.empty(shape)
+            load_with(used, {name: found})
+            values, scales = made.values()
+            expected = fp8_oracle(values, scales, 8) if form == "fp8" else mxfp4_oracle(values, scales)
+            assert_same_tensor(
+                _rounded(found, torch.float32), _rounded(expected, torch.float32), where=f"{form}, load {seed}"
+            )
+
+
+@requirement(
     "CKPT-619",
     "Quantized values MUST be read into a target whose rows lie further apart in memory than 2**32 elements.",
 )

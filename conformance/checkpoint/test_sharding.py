@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,24 +145,23 @@ def test_two_meshes(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
         _check_placed(rank_pool, tmp_path / str(i), 4, shapes, [2, 2], dict.fromkeys(shapes, pair))
 
 
-def _packed(rank: Rank, path: str, rows: int) -> None:
+def _packed(rank: Rank, path: str, rows: int, order: Sequence[int] = (0, 1)) -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     full = random_bits(torch.float32, [rows, 3], 5)
     # A fused QKV weight: three blocks, of which each rank holds its share of every one; a last share may be none.
     shares = [torch.chunk(block, rank.world_size) for block in torch.chunk(full, 3)]
-    blocks = [share for each in shares for share in each[rank.rank : rank.rank + 1]]
+    place_in_mesh, mesh = order.index(rank.rank), DeviceMesh("cpu", list(order))
+    blocks = [share for each in shares for share in each[place_in_mesh : place_in_mesh + 1]]
     place = [_StridedShard(0, split_factor=3)]
-    value = DTensor.from_local(
-        torch.cat(blocks), mesh_of(rank), place, shape=full.shape, stride=full.stride(), run_check=False
-    )
+    value = DTensor.from_local(torch.cat(blocks), mesh, place, shape=full.shape, stride=full.stride(), run_check=False)
     checkpoint = rank.component("checkpoint")
     planners = checkpoint.HuggingFaceSavePlanner(), checkpoint.HuggingFaceLoadPlanner()
     with succeeds("a save", where=f"{rows} rows, rank {rank.rank}"):
         save_ranks(rank, {"qkv": value}, Path(path), planner=planners[0], block_bytes=64)
     target = DTensor.from_local(
         torch.zeros_like(value.to_local()),
-        mesh_of(rank),
+        mesh,
         place,
         shape=full.shape,
         stride=full.stride(),
@@ -188,6 +188,23 @@ def test_packed_strided_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) 
         rank_pool.run(_packed, 2, str(tmp_path / f"{rows}"), rows)
         expected = oracle({"qkv": random_bits(torch.float32, [rows, 3], 5)}, PT)
         assert_same_bytes(tmp_path / f"{rows}" / FILE, expected, where=f"qkv of {rows} rows")
+
+
+def _packed_in_both_orders(rank: Rank, path: str) -> None:
+    for order in ((0, 1), (1, 0)):
+        _packed(rank, f"{path}/{order[0]}", 24, order)
+
+
+@requirement(
+    "CKPT-851",
+    "Packed strided shards MUST be those of a rank's place in their mesh, in whatever order ranks stand there, also "
+    "where a mesh of another order was saved and loaded before.",
+)
+def test_packed_strided_shards_of_other_orders(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_packed_in_both_orders, 2, str(tmp_path))
+    expected = oracle({"qkv": random_bits(torch.float32, [24, 3], 5)}, PT)
+    for first in (0, 1):
+        assert_same_bytes(tmp_path / f"{first}" / FILE, expected, where=f"qkv, rank {first} first")
 
 
 def _packed_on_one_rank(rank: Rank, path: str) -> None:

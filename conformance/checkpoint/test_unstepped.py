@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -427,12 +427,13 @@ def test_gradients_of_some(checkpoint: Any, tmp_path: Path) -> None:
     assert_equal([param.grad is old for param, old in zip(params, gradients, strict=True)], [True] * 4, where="load")
 
 
-def _groups(model: _Model, rates: tuple[float, float, float]) -> torch.optim.Optimizer:
+def _groups(model: _Model, rates: Sequence[float]) -> torch.optim.Optimizer:
     # As groups with and without decay are made where a part of the model has none of one kind.
     groups: list[dict[str, Any]] = [
         {"params": [], "lr": rates[0]},
-        {"params": list(model.parameters()), "lr": rates[1]},
-        {"params": [], "lr": rates[2]},
+        {"params": [], "lr": rates[1]},
+        {"params": list(model.parameters()), "lr": rates[2]},
+        {"params": [], "lr": rates[3]},
     ]
     return torch.optim.Adam(groups)
 
@@ -444,19 +445,21 @@ def _groups(model: _Model, rates: tuple[float, float, float]) -> torch.optim.Opt
 )
 def test_groups_without_parameters(checkpoint: Any, tmp_path: Path) -> None:
     model = _Model()
-    optimizer = _groups(model, (0.1, 0.2, 0.3))
+    optimizer = _groups(model, (0.1, 0.2, 0.3, 0.4))
     torch.autograd.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     with alone(), succeeds("a save", where="groups without parameters"):
         checkpoint.save_training(tmp_path / "ck", model, optimizer, 1, durable=False)
-    assert_equal([g["lr"] for g in optimizer.param_groups], [0.1, 0.2, 0.3], where="rates behind a save")
+    assert_equal([g["lr"] for g in optimizer.param_groups], [0.1, 0.2, 0.3, 0.4], where="rates behind a save")
     fresh = _Model()
-    restored = _groups(fresh, (0.4, 0.5, 0.6))
+    restored = _groups(fresh, (0.5, 0.6, 0.7, 0.8))
     for time in ("first", "second"):
         with alone(), succeeds("a load", where=f"the {time} one"):
             checkpoint.load_training(tmp_path / "ck", fresh, restored)
-        assert_equal([g["lr"] for g in restored.param_groups], [0.4, 0.2, 0.6], where=f"rates behind the {time} load")
-        assert_equal([len(g["params"]) for g in restored.param_groups], [0, 4, 0], where="parameters of the groups")
+        assert_equal(
+            [g["lr"] for g in restored.param_groups], [0.5, 0.6, 0.3, 0.8], where=f"rates behind the {time} load"
+        )
+        assert_equal([len(g["params"]) for g in restored.param_groups], [0, 0, 4, 0], where="parameters of the groups")
     for own, other in zip(model.parameters(), fresh.parameters(), strict=True):
         assert_same_tensors(restored.state[other], optimizer.state[own], where="states")
 

@@ -146,6 +146,40 @@ def test_first_weights(pipeline: Any, way: str) -> None:
             assert_bits(one, other, f"plan {number}")
 
 
+def _in_place(weight: torch.Tensor) -> None:
+    weight.fill_(2.0)
+    weight[0] = 3.0
+
+
+def _scaled(weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(torch.full_like(weight, 2.0)) * 2
+
+
+@requirement(
+    "PIPE-649",
+    "init_fn MUST be called without gradients, at first and by reset_parameters: it may write into the weight as it "
+    "likes, and what it returns may have been made of what needs a gradient; the weight MUST stay a leaf that does.",
+)
+@pytest.mark.parametrize("init_fn", [_in_place, _scaled])
+def test_without_gradients(pipeline: Any, init_fn: Any) -> None:
+    bags = pipeline.EmbeddingBagConfig(3, 4, "t0", feature_names=["f0"], init_fn=init_fn)
+    rows = pipeline.EmbeddingConfig(3, 4, "t0", feature_names=["f0"], init_fn=init_fn)
+    expected = torch.tensor([[3.0], [2.0], [2.0]]).expand(3, 4) if init_fn is _in_place else torch.full((3, 4), 4.0)
+    for name, kind, config in (
+        ("embedding_bags", pipeline.EmbeddingBagCollection, bags),
+        ("embeddings", pipeline.EmbeddingCollection, rows),
+    ):
+        with succeeds("making it", where=name):
+            module = kind([config])
+        weight = getattr(module, name)["t0"].weight
+        for time in ("at first", "made again"):
+            assert_bits(weight.detach(), expected.contiguous(), f"{name} {time}")
+            assert_equal((weight.is_leaf, weight.requires_grad), (True, True), where=f"{name} {time}")
+            torch.nn.init.zeros_(weight)
+            with succeeds("reset_parameters()", where=name):
+                module.reset_parameters()
+
+
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.5}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.5, "eps": 1e-6}),

@@ -241,3 +241,13 @@ scales_of_parts_forgotten = patched(
     ),
     kills="CKPT-724",
 )
+
+
+_KEPT: dict[Any, Any] = {}
+
+
+@fault(kills="CKPT-850", at=_DEQUANTIZE)
+def scales_of_the_load_before(original: Any, piece: Any, out: Any) -> Any:
+    """Scales that were read once for a place of a tensor are not read again."""
+    key = piece.kind, piece.first, tuple(out.shape)
+    original(dataclasses.replace(piece, scales=_KEPT.setdefault(key, piece.scales)), out)

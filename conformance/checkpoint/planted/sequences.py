@@ -38,3 +38,33 @@ def nothing_shown_after_a_failure(original: Any, writer: Any, *arguments: Any, *
     except Exception:
         writer._has_failed = True
         raise
+
+
+_ARRANGED: dict[Any, Any] = {}
+
+
+@fault(kills="CKPT-500", at="twinproof.checkpoint.dcp:arrange")
+def dtypes_of_the_save_before(original: Any, plans: Any, options: Any) -> Any:
+    """What has the names and sizes of a save before is laid out as that was, whatever its dtypes."""
+    key = (
+        id(options),
+        tuple((item.index, getattr(item.tensor_data, "size", None)) for plan in plans for item in plan.items),
+    )
+    if key not in _ARRANGED:
+        # Options are held, so that no other ones have their number.
+        _ARRANGED[key] = options, original(plans, options)
+    return _ARRANGED[key][1]
+
+
+@fault(kills="CKPT-852", at=f"{_WRITER}.write_data")
+def memory_held_behind_a_save(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
+    """A writer holds views of what it saved, until its next save."""
+    writer._kept = [value.view(-1) for value in planner.state_dict.values()]
+    return original(writer, plan, planner)
+
+
+@fault(kills="CKPT-852", at="twinproof.checkpoint.dcp:HuggingFaceStorageReader.read_data")
+def memory_held_behind_a_load(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+    """A reader holds the tensors that it filled, until its next load."""
+    reader._kept = list(planner.state_dict.values())
+    return original(reader, plan, planner)

@@ -135,3 +135,13 @@ packed_beside_its_mesh = patched(
     ),
     kills="CKPT-712",
 )
+
+packed_shards_by_rank = patched(
+    "Which rows of a packed dimension a rank holds is counted by its number, not by its place in the mesh.",
+    mutated(
+        "twinproof.checkpoint.plan:_runs",
+        "get_coordinate() or ()",
+        "get_coordinate() and [tensor.device_mesh.get_rank()]",
+    ),
+    kills="CKPT-851",
+)

@@ -124,6 +124,15 @@ empty_groups_go_last = patched(
     mutated(f"{_NATIVE}:_without_empty_groups", "insert(place, group)", "append(group)"),
     kills="CKPT-835",
 )
+empty_groups_change_places = patched(
+    "Groups without parameters come back from the last to the first: two in front of the others change places.",
+    mutated(
+        f"{_NATIVE}:_without_empty_groups",
+        "in aside:\n            each.param_groups.insert",
+        "in reversed(aside):\n            each.param_groups.insert",
+    ),
+    kills="CKPT-835",
+)
 gradients_of_all_rows = patched(
     "SparseAdam is stepped with gradients that it does not take.",
     mutated(f"{_NATIVE}:_no_change", "isinstance(optimizer, torch.optim.SparseAdam)", "False"),
