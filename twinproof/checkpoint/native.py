@@ -573,6 +573,12 @@ def load_native(
         told = with_memory(told, reader.read_metadata(), rank_count_of(group))
         return first, told, keys_as_text(told, "")
 
+    def taken() -> State:
+        loaded: State = with_own_keys(told, asked)
+        # The model first: a state may belong to its parameters, as master weights do, and would be undone by it.
+        ended(first, loaded)
+        return loaded
+
     try:
         first, told, asked = together(targets, group)
         rest = together(lambda: not_asked(asked, _objects(state), reader.read_metadata()), group)
@@ -582,9 +588,7 @@ def load_native(
             lost = [name for name in rest if name in common]
             asked = together(lambda: with_places(asked, lost, reader.read_metadata()), group)
         dcp.load(asked, storage_reader=reader, process_group=process_group)
-        loaded = with_own_keys(told, asked)
-        # The model first: a state may belong to its parameters, as master weights do, and would be undone by it.
-        together(lambda: ended(first, loaded), group)
+        loaded = together(taken, group)
         together(lambda: give_back(state, loaded), group)
     except BaseException:
         for each in state.values():

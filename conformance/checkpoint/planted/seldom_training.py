@@ -65,8 +65,9 @@ objects_before_the_model = patched(
     "Objects are given what they said before the model is, which then undoes it.",
     mutated(
         f"{_NATIVE}:load_native",
-        "ended(first, loaded), group)\n        together(lambda: give_back(state, loaded), group)",
-        "give_back(state, loaded), group)\n        together(lambda: ended(first, loaded), group)",
+        "loaded = together(taken, group)\n        together(lambda: give_back(state, loaded), group)",
+        "together(lambda: give_back(state, with_own_keys(told, asked)), group)\n"
+        "        loaded = together(taken, group)",
     ),
     kills="CKPT-846",
 )
