@@ -463,7 +463,7 @@ def _memory_of_shards(rank: Rank) -> None:
 @requirement(
     "PIPE-648",
     "Weights of a shard MUST hold the memory of that shard alone, however they were made: by an init_fn of the whole "
-    "table, by bounds, or from a table that was there; of every plan.",
+    "table, by bounds, or from a table that was there; cut by table, by rows and by columns.",
 )
 def test_memory_of_shards(pipeline: Any, rank_pool: Any) -> None:
     rank_pool.run(_memory_of_shards, 2)
