@@ -285,3 +285,44 @@ def test_names_beyond_the_encoding(
         stream.seek(0)
         said = stream.read()
         assert_equal((code, said[: len(begin)]), (status, begin), where=f"{where} in {encoding}")
+
+
+# Values that an option refuses: what is wrong, and what would be right.
+_COUNT, _HOURS = ("not a count", "an int >= 1"), ("not an age in hours", "a number >= 0")
+_FORM, _LEAST = ("not a size", "bytes, or a number with KB, MB, GB or TB"), ("not a size", ">= 1")
+_BAD_VALUES = {
+    "--threads": dict.fromkeys(("0", "-1", "1.5", "many", "", "nan"), _COUNT),
+    "--older-than": dict.fromkeys(("-1", "-1e-9", "nan", "-inf", "inf", "1e999", "a day", ""), _HOURS),
+    "--max-shard-size": {**dict.fromkeys(("5XB", "GB", "", "nanGB"), _FORM), "0": _LEAST, "-5GB": _LEAST},
+}
+
+
+@requirement(
+    "CKPT-853",
+    "A value that an option of the command line refuses MUST be named with what was expected, with status 2 and before "
+    "anything is done; an age in hours MUST be a number from 0, a shard size bytes or a number with a unit.",
+    needs=NEEDS,
+)
+def test_values_of_options(impl: Any, checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(f"{impl.__name__}.checkpoint.__main__").main
+    shards, out, left = (str(tmp_path / name) for name in ("shards", "out", ".x.saving-0123456789ab"))
+    save(checkpoint, {"a": torch.ones(8), "b": torch.ones(8)}, tmp_path / "shards", enable_consolidation=False)
+    os.mkdir(left)
+    words = {"--older-than": ["clean", str(tmp_path), "--delete"]}
+    for option, values in _BAD_VALUES.items():
+        for value, (what, expected) in values.items():
+            try:
+                code = main([*words.get(option, ["consolidate", shards, out]), f"{option}={value}"])
+            except SystemExit as refusal:
+                code = refusal.code
+            said = capsys.readouterr().err
+            got = value in said.partition("got: ")[2].partition("; expected")[0]
+            told = (code, what in said, got, f"expected: {expected}" in said)
+            assert_equal(told, (2, True, True, True), where=f"{option}={value}: {said[-300:]}")
+    assert_equal(sorted(os.listdir(tmp_path)), [".x.saving-0123456789ab", "shards"], where="what is there")
+    for size, file_count in (("32", 2), ("0.032KB", 2), ("64", 1)):
+        where = f"--max-shard-size={size}"
+        with succeeds("the command", where=where):
+            code, facts = _run_here(impl, capsys, "consolidate", shards, out + size, f"--max-shard-size={size}")
+        found = len(list(Path(out + size).glob("model-*.safetensors")))
+        assert_equal((code, facts["ok"], found), (0, True, file_count), where=where)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,7 +36,9 @@ from twinproof.checkpoint.catalog import (
 from twinproof.checkpoint.format import as_bits, parse_json_object, torch_dtype
 from twinproof.checkpoint.plan import check_count, parse_size
 from twinproof.checkpoint.publish import Leftover, find_leftovers, remove_leftover
-from twinproof.errors import MissingCheckpointError, TwinproofError, UnsupportedError
+from twinproof.errors import ConfigError, MissingCheckpointError, TwinproofError, UnsupportedError
+
+_Value = TypeVar("_Value")
 
 
 def _say(text: str) -> None:
@@ -213,17 +215,17 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(action=action)
         if name in ("verify", "consolidate"):
-            command.add_argument("--threads", type=_thread_count, default=4)
+            command.add_argument("--threads", type=_named(_thread_count), default=4)
         if name == "diff":
             command.add_argument("other", type=Path, metavar="OTHER", help="the checkpoint to compare with")
         if name == "clean":
             command.add_argument("--delete", action="store_true", help="delete, not only name")
             text = "least age in hours of what is deleted (default: 24): a save that is running is younger"
-            command.add_argument("--older-than", type=float, default=24.0, metavar="HOURS", help=text)
+            command.add_argument("--older-than", type=_named(_hours), default=24.0, metavar="HOURS", help=text)
         if name == "consolidate":
             command.add_argument("output", type=Path, metavar="OUTPUT", help="folder of the final files")
             command.add_argument("--mapping", type=Path, help="JSON: tensor name -> file index from 1")
-            command.add_argument("--max-shard-size", type=parse_size, help="bytes, or such as 5GB")
+            command.add_argument("--max-shard-size", type=_named(_size), help="bytes, or such as 5GB")
     options = parser.parse_args(argv)
     try:
         result = options.action(options)
@@ -245,8 +247,35 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if result.get("ok", True) else 1
 
 
+def _named(convert: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """``convert`` whose ConfigError argparse prints whole: of other errors it says which function refused the text."""
+
+    def converted(text: str) -> _Value:
+        try:
+            return convert(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return converted
+
+
 def _thread_count(text: str) -> int:
-    return check_count(int(text), "--threads")
+    return check_count(int(text) if text.isdecimal() else text, "--threads")
+
+
+def _hours(text: str) -> float:
+    """Hours of ``--older-than``. A negative age would delete what a running save writes, NaN would keep everything."""
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = math.nan
+    if not 0 <= hours < math.inf:
+        raise ConfigError("not an age in hours", got=text, expected="a number >= 0", where="--older-than")
+    return hours
+
+
+def _size(text: str) -> int:
+    return parse_size(int(text) if text.isdecimal() else text)
 
 
 if __name__ == "__main__":

@@ -67,3 +67,18 @@ names_are_ascii = patched(
     kills="CKPT-816",
     of="fastimpl",
 )
+any_age_is_taken = patched(
+    "A clean-up takes an age that is no number, or a negative one, with which a running save is deleted.",
+    mutated("fastimpl.checkpoint.__main__:_hours", "not 0 <= hours < math.inf", "False"),
+    kills="CKPT-853",
+)
+bytes_are_no_size = patched(
+    "A shard size without a unit is refused.",
+    mutated("fastimpl.checkpoint.__main__:_size", "int(text) if text.isdecimal() else text", "text"),
+    kills="CKPT-853",
+)
+refused_without_a_reason = patched(
+    "Of a value that is refused only the name of the function that did it is told.",
+    mutated("fastimpl.checkpoint.__main__:_named", "except ConfigError as error:", "except KeyError as error:"),
+    kills="CKPT-853",
+)
