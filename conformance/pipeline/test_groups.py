@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.harness import Rank, assert_equal, raises, requirement
-from conformance.pipeline.cases import FUSED, with_bad_id
+from conformance.pipeline.cases import EVALUATION, FUSED, TRAINING, with_bad_id
 from conformance.pipeline.jobs import KINDS, Job, assert_same_state, outputs_of
 from conformance.pipeline.model import Naive, assert_bits, random_tables
 from conformance.pipeline.sharding import (
@@ -114,6 +114,25 @@ def _mixed(rank: Rank, groups: list[list[int]]) -> None:
 def test_groups(rank_pool: Any) -> None:
     rank_pool.run(_apart, 4, [[0, 3], [2, 1]])
     rank_pool.run(_mixed, 3, [[0, 2], [1]])
+
+
+def _every_schedule(rank: Rank, groups: list[list[int]]) -> None:
+    pipeline, part = rank.component("pipeline"), _part_of(rank, groups)
+    # The first part ends before the other, which goes on without it.
+    count = 1 if rank.rank in groups[0] else 3
+    for name in (*TRAINING, *EVALUATION):
+        job = Job(pipeline, 7, part)
+        found = outputs_of(job.schedule(name), iter(job.batches(count)))
+        assert_equal(len(found), count, where=f"steps of {name} on rank {rank.rank}")
+
+
+@requirement(
+    "PIPE-692",
+    "A schedule of some of the ranks MUST make as many steps as these have batches, for every class of schedule, those "
+    "that evaluate too, whatever the other ranks have.",
+)
+def test_every_schedule(rank_pool: Any) -> None:
+    rank_pool.run(_every_schedule, 2, [[0], [1]])
 
 
 def _looked_up_again(rank: Rank) -> None:

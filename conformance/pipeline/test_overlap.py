@@ -207,23 +207,66 @@ def test_trace_of_several(pipeline: Any) -> None:
         assert_equal(found, to_trace([(name, timeline)])["traceEvents"], where=f"events of {name}")
 
 
-def _program(data: st.DataObject) -> list[Any]:
-    """Four steps of work on some streams, with events between them."""
+def _program(data: st.DataObject, gaps: st.SearchStrategy[int]) -> list[Any]:
+    """Four steps of work on some streams, with events between them; ``gaps``: what the host takes before each call."""
     from fastimpl.pipeline.overlap import HostWait, Record, StepEnd, Wait, Work
 
-    program, event = list[Any](), 0
+    program, event, issued_s = list[Any](), 0, 0
+
+    def issued() -> float:
+        nonlocal issued_s
+        issued_s += data.draw(gaps)
+        return float(issued_s)
+
     for step in range(4):
         for _ in range(data.draw(st.integers(2, 5))):
             stream, stage = data.draw(st.sampled_from(STREAMS)), data.draw(st.sampled_from(["x", "y", "z"]))
-            program.append(Work(stage, step, stream, float(data.draw(st.integers(1, 4)))))
+            program.append(Work(stage, step, stream, float(data.draw(st.integers(1, 4))), issued()))
             kind = data.draw(st.sampled_from(["none", "wait", "host"]))
             if kind != "none":
                 event += 1
                 program.append(Record(event, stream))
                 other = data.draw(st.sampled_from(STREAMS))
-                program.append(Wait(event, other) if kind == "wait" else HostWait(event, step))
-        program.append(StepEnd(step))
+                program.append(Wait(event, other) if kind == "wait" else HostWait(event, step, issued()))
+        program.append(StepEnd(step, issued()))
     return program
+
+
+@requirement(
+    "PIPE-691",
+    "A replay MUST place work, waits of the host and ends of steps where the longest path through streams, events and "
+    "the host's calls leads, whose gaps are those recorded, however often the host waited before.",
+    needs=("streams",),
+)
+@examples(60)
+@given(data=st.data())
+def test_longest_path(pipeline: Any, data: st.DataObject) -> None:
+    from fastimpl.pipeline.overlap import HostWait, Record, Wait, Work, replay
+
+    program = _program(data, st.integers(0, 3))
+    ready: dict[str, float] = dict.fromkeys(STREAMS, 0.0)
+    events: dict[int, float] = {}
+    host_s = issued_s = 0.0
+    begins, waits, ends = list[float](), list[float](), list[float]()
+    for one in program:
+        if not isinstance(one, (Record, Wait)):
+            host_s, issued_s = host_s + one.issued_s - issued_s, one.issued_s
+        if isinstance(one, Work):
+            begins.append(max(ready[one.stream], host_s))
+            ready[one.stream] = begins[-1] + one.duration_s
+        elif isinstance(one, Record):
+            events[one.event] = max(ready[one.stream], host_s)
+        elif isinstance(one, Wait):
+            ready[one.stream] = max(ready[one.stream], events[one.event])
+        elif isinstance(one, HostWait):
+            waits += [host_s] if events[one.event] > host_s else []
+            host_s = max(host_s, events[one.event])
+        else:
+            ends.append(max(ready.values()))
+    made = replay(program)
+    assert_equal([span.begin_s for span in made.spans], begins, where="begins of work")
+    assert_equal([span.begin_s for span in made.host_waits], waits, where="begins of waits")
+    assert_equal(made.ends_s, ends, where="ends of steps")
 
 
 @requirement(
@@ -237,7 +280,7 @@ def _program(data: st.DataObject) -> list[Any]:
 def test_any_program(pipeline: Any, data: st.DataObject) -> None:
     from fastimpl.pipeline.overlap import overlap_report, replay
 
-    program = _program(data)
+    program = _program(data, st.just(0))
     timeline, report = replay(program), overlap_report(program, schedule="any", device="none", margin_count=1)
     steady = range(1, len(timeline.ends_s) - 1)
     for stage in report.stages:

@@ -24,3 +24,12 @@ each_rank_by_itself = patched(
     mutated("fastimpl.pipeline.schedules:forget_outdated", "not p.agree(int(not changed))", "changed"),
     kills="PIPE-432",
 )
+evaluations_of_all_ranks = patched(
+    "An evaluation hands its group to nobody, so that it stops with all ranks of the job.",
+    mutated(
+        "twinproof.pipeline.driver:EvalPipelineSparseDist.__init__",
+        "        process_group,\n        engine,\n",
+        "        engine=engine,\n",
+    ),
+    kills="PIPE-692",
+)

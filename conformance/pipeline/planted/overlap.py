@@ -226,3 +226,8 @@ letters_where_they_just_fit = patched(
     kills="PIPE-639",
     of="fastimpl",
 )
+last_wait_alone_counts = patched(
+    "What the host issues in a replay is put off by its last wait alone, not by all waits before.",
+    mutated("fastimpl.pipeline.overlap:_Replay.carry_out", "self.blocked_s + until - begun", "until - begun"),
+    kills="PIPE-691",
+)
