@@ -9,16 +9,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard
 
 from conformance.checkpoint import crash_programs as programs
-from conformance.checkpoint.cases import random_bits
+from conformance.checkpoint.cases import mesh_of, random_bits, sharded
 from conformance.checkpoint.crash_folders import NEW, OLD, leftovers, tree
 from conformance.harness import Rank, assert_equal, requirement
-from conformance.provers.any_call import Ended, assert_told, fail_each
+from conformance.harness.raising import errors_inside
+from conformance.provers.any_call import PATIENCE, Ended, assert_told, fail_each
 
 _KINDS: dict[str, dict[str, Any]] = {
     "replicas and sums": {"checksums": True, "check_replicas": True, "thread_count": 2, "block_bytes": 4096},
@@ -86,6 +90,62 @@ def test_any_call_of_a_save(
         assert_equal(found, True, where=f"{where}, {each.where} fails: the state")
         before = each.shown
     assert_equal(len(by_rank[at]) > 1, True, where="calls that failed")
+
+
+def _progress_fails(rank: Rank, folder: str, at: int, options: dict[str, Any]) -> list[tuple[str, list[bool]]]:
+    """For each call of progress that raises on rank ``at``: which ranks were told, and nothing else."""
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    state = {"w": sharded(random_bits(torch.float32, (64, 256), 1), mesh_of(rank), [Shard(1)])}
+    make = rank.component("checkpoint").HuggingFaceStorageWriter
+
+    def ended(number: int) -> tuple[int, list[bool]]:
+        called = 0
+
+        def tell(done: int, total: int) -> None:
+            nonlocal called
+            called += 1
+            if rank.rank == at and called == number:
+                raise ZeroDivisionError
+
+        told = False
+        try:
+            writer = make(folder, process_group=group, progress=tell, **options)
+            # One message at a time: what was sent ahead reaches the others anyway.
+            with mock.patch("fastimpl.checkpoint.run.IN_FLIGHT_BYTES", 1):
+                dcp.save(state, storage_writer=writer, process_group=group)
+        except BaseException as error:
+            names = [type(each).__name__ for each in errors_inside(error)]
+            told = "ZeroDivisionError" in names and "RuntimeError" not in names
+        found: list[tuple[int, bool]] = [(0, False)] * rank.world_size
+        dist.all_gather_object(found, (called, told))
+        return found[at][0], [each for _, each in found]
+
+    count, told = ended(0)
+    by_call = [("none", told)]
+    for number in sorted({1, 2, count // 2, count - 1, count} & {*range(1, count + 1)}):
+        by_call.append((f"{number} of {count}", ended(number)[1]))
+        # A rank that was not told stands elsewhere in its program.
+        if not all(by_call[-1][1]):
+            break
+    return by_call
+
+
+@requirement(
+    "CKPT-875",
+    "What the progress function of one rank raises, at any of its calls, MUST be told on every rank in time, whichever "
+    "rank owns the block and whether other ranks send bytes of it; the next save MUST succeed.",
+)
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("kind", sorted(_KINDS))
+def test_progress_of_one_rank(checkpoint: Any, rank_pool: Any, tmp_path: Path, kind: str, at: int) -> None:
+    # Small blocks, so that each rank owns some of which others have bytes.
+    options = {**_KINDS[kind], "block_bytes": 1024}
+    by_call = rank_pool.run(_progress_fails, 2, str(tmp_path / "ck"), at, options)[at]
+    assert_equal(by_call[0], ("none", [False, False]), where=f"{kind}: progress that raises nothing")
+    # The reference's first rank may write all.
+    assert_equal(len(by_call) > 1 or at == 1, True, where=f"{kind}: calls of progress on rank {at}")
+    for number, told in by_call[1:]:
+        assert_equal(told, [True, True], where=f"{kind}, rank {at} raises at call {number}: ranks told")
 
 
 class _Trained:

@@ -46,17 +46,20 @@ def _attached(offload: Any, masters: Any, how: str) -> torch.optim.Optimizer:
 @requirement(
     "OPT-504",
     "A load of masters MUST take each value as it was before the load, also where the values are masters or parameters "
-    "themselves in another order, alone and offloaded.",
+    "themselves in another order, or other tensors of their memory, alone and offloaded.",
 )
+@pytest.mark.parametrize("as_views", [False, True])
 @pytest.mark.parametrize("of", ["masters", "parameters"])
 @pytest.mark.parametrize("how", _HOWS)
-def test_masters_in_another_order(offload: Any, how: str, of: str) -> None:
+def test_masters_in_another_order(offload: Any, how: str, of: str, as_views: bool) -> None:
     params = _halves(3)
     masters = offload.MasterWeights(params)
     _attached(offload, masters, how)
     mine = list(masters.parameters())
     expected = [value.detach().float().clone() for value in (params[1], params[2], params[0])]
-    given = mine if of == "masters" else params
+    given: list[torch.Tensor] = list(mine if of == "masters" else params)
+    if as_views:
+        given = [value.detach() for value in given]
     masters.load([given[1], given[2], given[0]])
     for number, value in enumerate(expected):
         assert_same_tensor(mine[number].detach(), value, where=f"master {number}")

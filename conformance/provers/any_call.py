@@ -22,12 +22,12 @@ import torch.distributed as dist
 from conformance.harness.compare import assert_equal
 from conformance.harness.raising import errors_inside
 
-__all__ = ["Ended", "Strike", "Struck", "assert_told", "fail_each"]
+__all__ = ["PATIENCE", "Ended", "Strike", "Struck", "assert_told", "fail_each"]
 
 _PARTS = re.compile(r"(\.<locals>\.<(listcomp|dictcomp|setcomp|lambda)>)+$")  # What stands in a function's own lines.
 _PACKAGES = ("twinproof.", "fastimpl.", "refimpl.")
 # Ranks that wait for one that is gone give up after so long: a comparison tells it.
-_PATIENCE = timedelta(seconds=5)
+PATIENCE = timedelta(seconds=5)
 # Here ranks wait for each other, or for what is under way, or nobody waits any more: who fails at such a call cannot
 # tell the others. None of these does work of its own; what they call is no part of the list.
 _AGREEMENTS = frozenset(
@@ -196,8 +196,8 @@ def fail_each(
         at: the rank.
         most: so many calls, evenly spread; None is each of them.
     """
-    with mock.patch.object(dist.distributed_c10d, "default_pg_timeout", _PATIENCE):
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    with mock.patch.object(dist.distributed_c10d, "default_pg_timeout", PATIENCE):
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
         make(group)()
         look()
         dist.barrier()

@@ -19,6 +19,12 @@ unwritten_in_silence = patched(
     kills="CKPT-730",
     of="fastimpl",
 )
+progress_raises_alone = patched(
+    "What progress raises behind a block that others sent bytes of ends this rank's turns, and the others wait.",
+    mutated("fastimpl.checkpoint.run:Runner._write", "except BaseException as", "except (OSError, MemoryError) as"),
+    kills="CKPT-875",
+    of="fastimpl",
+)
 folder_stays = patched(
     "What fails on the coordinator when all is written leaves the hidden folder.",
     mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.finish", "self.staging.discard()", "pass"),

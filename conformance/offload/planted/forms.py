@@ -13,6 +13,12 @@ masters_loaded_one_by_one = patched(
     kills="OPT-504",
 )
 
+masters_known_by_themselves = patched(
+    "Masters that are loaded into each other as views, as a state dict holds them, are read after they were written.",
+    mutated(f"{_MASTERS}.load", "local_of(value).untyped_storage().data_ptr() in homes", "value in self.pairs"),
+    kills="OPT-504",
+)
+
 meshes_of_masters_unseen = patched(
     "A plain tensor is loaded into a master that is a DTensor, until torch says that it cannot.",
     mutated(f"{_MASTERS}.load", "mesh_of(value) != mesh_of(master)", "False"),
