@@ -5,8 +5,10 @@ The errors of the file system, and of what a user gives, are those of ``test_cra
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -247,3 +249,53 @@ def test_any_call_of_others(
     for each in by_rank[at]:
         assert_told(each, f"{what} on rank {at}")
     assert_equal(len(by_rank[at]) > 0, True, where="calls that failed")
+
+
+_COLLECTIVES = (
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+)
+
+
+def _groups_of_calls(rank: Rank, root: str) -> dict[str, tuple[int, int]]:
+    """Of each program, how many collectives it calls, and how many of them over the default group."""
+    folder, used = Path(root), list[Any]()
+    programs.save_together(rank, str(folder / "ck"), NEW, {})
+    with rank.component("checkpoint").HuggingFaceStorageWriter(folder / "shards", **_KINDS["shards"]) as writer:
+        dcp.save(programs.make_state(NEW), storage_writer=writer)
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **options: Any) -> Any:
+            bound = inspect.signature(original).bind(*args, **options)
+            used.append(bound.arguments.get("group"))
+            return original(*args, **options)
+
+        return noting
+
+    found: dict[str, tuple[int, int]] = {}
+    group = dist.new_group(backend="gloo")
+    for what in sorted(_PROGRAMS, key=lambda name: ("save" not in name, name)):
+        run = _PROGRAMS[what](rank, folder, group)
+        used.clear()
+        with ExitStack() as stack:
+            for name in _COLLECTIVES:
+                stack.enter_context(mock.patch.object(dist, name, noted(getattr(dist, name))))
+            run()
+        found[what] = len(used), sum(each in (None, dist.group.WORLD) for each in used)
+    return found
+
+
+@requirement(
+    "CKPT-876",
+    "A save, load or merge, of a training or a manager too, MUST NOT call a collective over another group than the one "
+    "that it was given, or made: ranks outside of it would be waited for.",
+)
+def test_no_other_group(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for rank, found in enumerate(rank_pool.run(_groups_of_calls, 2, str(tmp_path))):
+        for what, (count, outside_count) in found.items():
+            where = f"{what} on rank {rank}: collectives, and those over the default group"
+            assert_equal((count > 0, outside_count), (True, 0), where=where)

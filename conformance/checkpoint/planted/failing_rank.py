@@ -49,3 +49,17 @@ given_back_alone = patched(
     ),
     kills="CKPT-731",
 )
+loaded_over_all_ranks = patched(
+    "A training of some of the ranks is loaded over the group of all.",
+    mutated("twinproof.checkpoint.native:load_native", "reader, process_group=process_group)", "reader)"),
+    kills="CKPT-876",
+)
+managed_over_all_ranks = patched(
+    "A manager saves over the group of all ranks.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager._save",
+        "dcp.save(state, storage_writer=writer, process_group=self._group)",
+        "dcp.save(state, storage_writer=writer)",
+    ),
+    kills="CKPT-876",
+)
