@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
@@ -594,3 +596,69 @@ def test_gradients_freed_by_hooks(offload: Any, way: str, kind: str, when: str) 
                 assert_equal(twin.grad is None or master.grad is param.grad is None, True, where=f"gradients, {where}")
         if offloader is not None:
             offloader.close()
+
+
+class _InterruptedBehindWrite(TorchFunctionMode):
+    """Raises KeyboardInterrupt, as a signal does, behind what counts the nth write to the parameters."""
+
+    def __init__(self, params: list[torch.nn.Parameter], nth: int) -> None:
+        super().__init__()
+        self._params, self._left = params, nth
+        self._seen, self._count_write = self._written(), torch.autograd.graph.increment_version
+
+    def _written(self) -> int:
+        return sum(param._version for param in self._params)
+
+    def _look(self) -> None:
+        if self._written() != self._seen:
+            self._seen, self._left = self._written(), self._left - 1
+            if self._left < 0:
+                self._left = 1 << 30
+                raise KeyboardInterrupt
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._look()
+        return result
+
+    def count_write(self, tensors: Any) -> None:
+        """In place of torch's."""
+        self._count_write(tensors)
+        self._look()
+
+
+@requirement(
+    "OPT-530",
+    "An interrupt behind any write of masters to their parameters, in a step or in load(), MUST leave both such that "
+    "the next step is made and rounds every master: no parameter counts as changed behind its master's back.",
+)
+@pytest.mark.parametrize("way", ["attached", "on the CPU", "load"])
+def test_interrupted_behind_a_write(offload: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for nth in range(len(SHAPES)):
+        params = [torch.nn.Parameter(values(shape, i, torch.bfloat16)) for i, shape in enumerate(SHAPES)]
+        masters = offload.MasterWeights(params)
+        optimizer = torch.optim.AdamW(masters.parameters(), lr=0.1)
+        if way == "on the CPU":
+            offload.OptimizerStateOffloader(optimizer, master_weights=masters, step_device="cpu", chunk_bytes=512)
+        else:
+            masters.attach(optimizer)
+        act = optimizer.step
+        if way == "load":
+            act = partial(masters.load, [master.detach() * 2 for master in masters.parameters()])
+
+        def give(params: list[torch.nn.Parameter] = params) -> None:
+            for i, param in enumerate(params):
+                param.grad = values(param.shape, 10 + i, torch.bfloat16)
+
+        give()
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            mode = _InterruptedBehindWrite(params, nth)
+            patch.setattr(torch.autograd.graph, "increment_version", mode.count_write)
+            with mode:
+                act()
+        give()
+        with succeeds("the next step", where=f"an interrupt behind write {nth}"):
+            optimizer.step()
+        for number, (param, master) in enumerate(zip(params, masters.parameters(), strict=True)):
+            where = f"parameter {number}, an interrupt behind write {nth}"
+            assert_same_tensor(param.detach(), master.detach().bfloat16(), where=where)

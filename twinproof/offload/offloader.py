@@ -518,7 +518,7 @@ class OptimizerStateOffloader:
         self._is_brought = False
         # A step on the CPU is always one: of Adam, with states that leave at once.
         if self.is_separable and self.options.release == "at_offload":
-            with nullcontext() if self.masters is None else self.masters.noted_together():
+            with nullcontext() if self.masters is None else self.masters.noted_together(is_step=True):
                 has_others = self.transfers.step(arithmetic, self._step_whole)
             if has_others:
                 self.offload()

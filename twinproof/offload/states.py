@@ -551,6 +551,8 @@ class MasterWeights:
                 param, begun = self.pairs[master], self._begun.get(master, version_of(master))
                 was_stepped = master.grad is not None or begun != version_of(master)
                 if param is not master and was_stepped:
+                    # Before the write: an interrupt may come right behind it.
+                    self._note(master)
                     param.copy_(master)
                     self.took(master)
 
@@ -598,15 +600,16 @@ class MasterWeights:
         with self.noted_together():
             for (master, param), value in zip(self.pairs.items(), given, strict=True):
                 master.copy_(value)
+                self._note(master)
                 if param is not master:
                     param.copy_(value)
-                self._note(master)
 
     @contextmanager
-    def noted_together(self) -> Iterator[None]:
+    def noted_together(self, *, is_step: bool = False) -> Iterator[None]:
         """Around writes to parameters by their masters, between which nobody else writes: they are noted at its end.
 
-        Parameters that lie in one tensor are looked at once then, and not all of them for each.
+        Parameters that lie in one tensor are looked at once then, and not all of them for each. A step that is
+        interrupted cannot say what it has written: all are noted, which were looked at when it began.
         """
         if self._waiting is not None:
             yield
@@ -614,6 +617,10 @@ class MasterWeights:
         written = self._waiting = list[torch.Tensor]()
         try:
             yield
+        except BaseException:
+            if is_step:
+                written[:] = self.pairs
+            raise
         finally:
             self._waiting = None
             self._note_now(written)

@@ -203,3 +203,19 @@ freed_behind_the_step = patched(
     mutated("twinproof.offload.states:MasterWeights.start", "self._begun[master] = version_of(master)", "pass"),
     kills="OPT-461",
 )
+
+rounding_noted_behind_it = patched(
+    "What a rounding writes is noted behind the write alone, where an interrupt may come between.",
+    mutated("twinproof.offload.states:MasterWeights.end", "self._note(master)", "None"),
+    kills="OPT-530",
+)
+load_noted_behind_it = patched(
+    "What a load writes into a parameter is noted before the write, and not at the load's end.",
+    mutated("twinproof.offload.states:MasterWeights.load", "self._note(master)", "self._note_now([master])"),
+    kills="OPT-530",
+)
+interrupted_step_forgets_what_it_wrote = patched(
+    "A step on the CPU that is interrupted notes those parameters alone that it was done with.",
+    mutated("twinproof.offload.states:MasterWeights.noted_together", "if is_step", "if False"),
+    kills="OPT-530",
+)
