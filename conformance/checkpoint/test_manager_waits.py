@@ -18,7 +18,7 @@ from hypothesis import settings
 import twinproof.checkpoint.manager as manager_module
 from conformance.checkpoint.cases import assert_loads, save
 from conformance.checkpoint.manager_machine import ManagerMachine
-from conformance.checkpoint.trainer import Trainer, load
+from conformance.checkpoint.trainer import Trainer, alone, load
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement, run_machine, succeeds
 from conformance.provers.faults import Interruption, each_moment, interrupted
 from twinproof.errors import MissingCheckpointError
@@ -325,3 +325,28 @@ def test_any_program(checkpoint: Any, tmp_path: Path) -> None:
 
     Machine.checkpoint, Machine.root = checkpoint, tmp_path
     run_machine(Machine, settings=settings(examples(20), stateful_step_count=3))
+
+
+@requirement(
+    "CKPT-863",
+    "A manager's folders, that of its saves and the initial one, MUST be those that its paths named when it was made, "
+    "wherever the process works later, and with .. behind what is no folder.",
+)
+@pytest.mark.parametrize("path", ["run", "gone/../run"])
+def test_folders_stay(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    (tmp_path / "later").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with alone():
+        trainer = Trainer(1)
+        manager = trainer.manager(checkpoint, path, interval=1, keep_latest_k=1)
+        second = trainer.manager(checkpoint, "none", interval=1, initial_load_path=f"{path}/step-2")
+        manager.save(1)
+        monkeypatch.chdir(tmp_path / "later")
+        manager.save(2)
+        assert_equal(manager.load(), True, where="there is something to load")
+        with succeeds("a load", where="of the initial checkpoint"):
+            second.load()
+        manager.close()
+        second.close()
+    assert_equal(os.listdir(tmp_path / "run"), ["step-2"], where="the folder of both saves")
+    assert_equal(os.listdir(tmp_path / "later"), [], where="the folder in which the process works")

@@ -73,10 +73,12 @@ def test_order(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, k
 
 @requirement(
     "CKPT-604",
-    "A save that fails while its files appear in a folder that cannot be renamed MUST raise the cause and leave the "
-    "folder as it was, so that the next save succeeds; a checkpoint that is there MUST NOT be touched.",
+    "A save that fails, or is interrupted, while its files appear in a folder that cannot be renamed MUST raise the "
+    "cause and leave the folder as it was, so that the next save succeeds; a checkpoint that is there MUST NOT be "
+    "touched.",
 )
-def test_failures(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+def test_failures(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     rename = os.rename
     for failing in range(len(FILES) + 1):
         count = 0
@@ -86,7 +88,7 @@ def test_failures(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
             if Path(target).parent == folder and Path(source).parent != folder:
                 count += 1
                 if count == failing + 1:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(source))
+                    raise kind(errno.EIO, os.strerror(errno.EIO), os.fspath(source))
             rename(source, target, **options)
 
         monkeypatch.setattr(os, "rename", renamed)

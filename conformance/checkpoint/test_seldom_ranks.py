@@ -188,6 +188,39 @@ def test_closed_behind_the_groups(checkpoint: Any, impl: ModuleType, tmp_path: P
     assert_equal((tmp_path / "ck" / FILE).exists(), True, where="what was saved")
 
 
+def _over_new_groups(rank: Rank, path: str) -> None:
+    checkpoint, trainer = rank.component("checkpoint"), Trainer(1)
+    writers = [checkpoint.HuggingFaceStorageWriter(f"{path}/{number}") for number in range(2)]
+    manager = trainer.manager(checkpoint, f"{path}/run", interval=1)
+    manager.save(1)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank.rank, world_size=rank.world_size)
+    for name, act in {"save": partial(manager.save, 2), "load": manager.load}.items():
+        with raises(ConfigError, mentions=("process group", "init_process_group"), where=name):
+            act()
+    with succeeds("a save over the new group, and what is closed", where="made before it"):
+        dcp.save({"w": torch.ones(2)}, storage_writer=writers[0])
+        groups = dist.distributed_c10d._world.pg_map
+        assert_equal(writers[0].group in groups, True, where="a group of the new ones")
+        for each in (*writers, manager) * 2:
+            each.close()
+        assert_equal(len(groups), 1, where="groups that are left")
+    dist.destroy_process_group()
+
+
+@requirement(
+    "CKPT-862",
+    "Where the program has destroyed its default group and made it anew, a writer MUST save over a group of the new "
+    "ones, a manager MUST refuse to save and load, by name, and both MUST be closed without an error.",
+)
+def test_groups_made_anew(impl: ModuleType, tmp_path: Path) -> None:
+    # Of its own: these ranks have another group in the end.
+    with RankPool(impl.__name__) as pool:
+        pool.run(_over_new_groups, 2, str(tmp_path))
+    assert_equal((tmp_path / "0" / FILE).exists(), True, where="what was saved")
+
+
 class _Broken:
     """A message whose connection broke."""
 

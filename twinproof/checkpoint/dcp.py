@@ -96,8 +96,10 @@ from twinproof.checkpoint.publish import (
     Staging,
     all_or_none,
     build_index,
+    end_group,
     gather,
     gather_first,
+    is_gone,
     on_any_rank,
     own_group,
     raise_first,
@@ -252,8 +254,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Give back the private process group. Safe to call twice."""
-        if self._owns_group and self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        if self._owns_group:
+            end_group(self.group)
         self.group, self._owns_group = None, False
 
     def __enter__(self: _Self) -> _Self:
@@ -359,6 +361,9 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
             )
         if kwargs.get("use_collectives") is False:
             raise ConfigError("HF files need a global plan", got=False, expected=True, where="use_collectives")
+        if self._owns_group and is_gone(self.group):
+            # The default group was made anew, and on every rank of it.
+            self.group = None
         self._make_group(self.options.save_distributed)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -48,6 +48,8 @@ from twinproof.checkpoint.native import (
 from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory
 from twinproof.checkpoint.publish import (
     all_or_none,
+    end_group,
+    is_gone,
     own_group,
     rank_count_of,
     scatter,
@@ -164,7 +166,7 @@ class CheckpointManager:
     and call it, on every rank.
 
     Args:
-        folder: where ``step-N`` folders are.
+        folder: where ``step-N`` folders are; a relative path is that of the moment when the manager is made.
         model: the module, or the parts of it that this rank has (pipeline stages), with names of their own.
         optimizers: one, or one for each part; also any object with ``state_dict`` and ``load_state_dict``.
         states: name -> object with ``state_dict`` and ``load_state_dict``: data loader, schedulers, counters. They
@@ -276,9 +278,9 @@ class CheckpointManager:
             }
             if self._hf_options and not in_hf:
                 raise ConfigError("hf_options need last_save_in_hf", got=sorted(self._hf_options), where="hf_options")
-            start = None if initial_load_path is None else local_path(initial_load_path, "initial_load_path")
+            start = None if initial_load_path is None else _standing(local_path(initial_load_path, "initial_load_path"))
             self.policy = CheckpointPolicy(
-                folder=local_path(folder, "folder"),
+                folder=_standing(local_path(folder, "folder")),
                 interval=interval,
                 enable_first_step_checkpoint=enable_first_step_checkpoint,
                 last_save_model_only=model_only,
@@ -358,13 +360,19 @@ class CheckpointManager:
                 self._cleaner.close()
             if self._own_stager is not None:
                 self._own_stager.close()
-            if self._group is not None and dist.is_initialized():
-                dist.destroy_process_group(self._group)
+            end_group(self._group)
             self._group, self._cleaner, self._own_stager, self._is_closed = None, None, None, True
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ConfigError("the manager is closed: it neither saves nor loads", where=self.policy.folder)
+        if is_gone(self._group):
+            raise ConfigError(
+                "the process group was destroyed since the manager was made",
+                got="a group that is gone",
+                expected="a manager that is made behind init_process_group",
+                where=self.policy.folder,
+            )
 
     # Saving.
 
@@ -637,6 +645,11 @@ class CheckpointManager:
     def _set_model(self, state: State) -> None:
         for part in self._parts:
             set_model(part, state)
+
+
+def _standing(path: Path) -> Path:
+    # What a save writes is found again where the process works elsewhere, and by ``..`` behind what is no folder.
+    return Path(os.path.realpath(path))
 
 
 def _modules(model: Any) -> list[torch.nn.Module]:

@@ -381,7 +381,7 @@ class Staging:
                 os.rename(self.folder / name, self.target / name)
                 shown.append(name)
             self._sync(self.target)
-        except OSError:
+        except BaseException:  # An interrupt, too.
             # Files of a save that failed would keep the next one out. The index goes first.
             for name in reversed(shown):
                 os.rename(self.target / name, self.folder / name)
@@ -449,6 +449,22 @@ def own_group() -> dist.ProcessGroup:
     made: dist.ProcessGroup = dist.new_group(backend="gloo")
     dist.barrier(made)
     return made
+
+
+def is_gone(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group went with the default group, which was destroyed since, whether or not it was made anew."""
+    try:
+        if group is not None:
+            dist.get_rank(group)
+    except ValueError:
+        return True
+    return False
+
+
+def end_group(group: dist.ProcessGroup | None) -> None:
+    """Give a group back that is not gone yet."""
+    if group is not None and not is_gone(group):
+        dist.destroy_process_group(group)
 
 
 @contextmanager

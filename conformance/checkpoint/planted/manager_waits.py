@@ -90,3 +90,23 @@ on_its_way_is_saved = patched(
     ),
     kills="CKPT-736",
 )
+
+
+folder_of_the_moment = patched(
+    "A manager's folder is looked for wherever the process works by then.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager.__init__",
+        '_standing(local_path(folder, "folder"))',
+        'local_path(folder, "folder")',
+    ),
+    kills="CKPT-863",
+)
+initial_folder_of_the_moment = patched(
+    "A manager's initial checkpoint is looked for wherever the process works by then.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager.__init__",
+        '_standing(local_path(initial_load_path, "initial_load_path"))',
+        'local_path(initial_load_path, "initial_load_path")',
+    ),
+    kills="CKPT-863",
+)

@@ -60,3 +60,8 @@ own_files_refused = patched(
     mutated("twinproof.checkpoint.publish:Staging._check_others", " - set(self.old_names)", ""),
     kills="CKPT-702",
 )
+files_of_an_interrupted_save_stay = patched(
+    "What is no error of the system leaves the files that have appeared.",
+    mutated(_PUBLISH, "except BaseException:", "except OSError:"),
+    kills="CKPT-604",
+)

@@ -48,12 +48,18 @@ any_group_saves = patched(
 )
 writers_end_groups_twice = patched(
     "A writer ends its group though all have ended.",
-    mutated(f"{_DCP}:HuggingFaceStorageWriter.close", " and dist.is_initialized()", ""),
+    mutated(
+        f"{_DCP}:HuggingFaceStorageWriter.close", "end_group(self.group)", "dist.destroy_process_group(self.group)"
+    ),
     kills="CKPT-783",
 )
 managers_end_groups_twice = patched(
     "A manager ends its group though all have ended.",
-    mutated("twinproof.checkpoint.manager:CheckpointManager.close", " and dist.is_initialized()", ""),
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager.close",
+        "end_group(self._group)",
+        "dist.destroy_process_group(self._group)",
+    ),
     kills="CKPT-783",
 )
 failing_posts_forgotten = patched(
@@ -156,4 +162,16 @@ adapted_alone = patched(
         "self._set_model(targets if adapter is None else adapter.from_hf(targets))",
     ),
     kills="CKPT-842",
+)
+
+
+closed_without_a_look_at_the_group = patched(
+    "A group that is gone is given back again.",
+    mutated("twinproof.checkpoint.publish:end_group", "group is not None and not is_gone(group)", "group is not None"),
+    kills="CKPT-862",
+)
+saved_over_a_group_that_is_gone = patched(
+    "A writer goes on over the group that it made before.",
+    mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.set_up_storage_writer", "is_gone(self.group)", "False"),
+    kills="CKPT-862",
 )
