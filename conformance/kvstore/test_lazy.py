@@ -170,7 +170,7 @@ def test_lists_of_tensors(kvstore: Any) -> None:
 @requirement(
     "KV-151",
     "A view of a moment MUST take its rows along when it is cloned, copied deep or pickled; a view of a store is a "
-    "reference, which torch.save MUST refuse, and a store MUST be neither copied nor pickled.",
+    "reference, which torch.save MUST refuse. A store, a snapshot and a round MUST be neither copied nor pickled.",
 )
 def test_travelling(kvstore: Any) -> None:
     store = filled(kvstore, KEYS, return_whole_row=True)
@@ -189,9 +189,14 @@ def test_travelling(kvstore: Any) -> None:
         other = fresh(kvstore)
         other.load_state_dict(copied)
         assert_contents(other, before, where=f"loaded from copy {number}")
-    for act in (lambda: torch.save(live, io.BytesIO()), lambda: pickle.dumps(store), lambda: copy.deepcopy(store)):
-        with raises(UnsupportedError, where="a reference, or a store"):
-            act()
+    with store.snapshot() as moment:
+        policy = kvstore.EvictionPolicy.count(1)
+        for what in (store, moment, store.start_eviction("a", policy=policy)):
+            for act in (pickle.dumps, copy.deepcopy):
+                with raises(UnsupportedError, mentions=(type(what).__name__,), where="a store, a moment or a round"):
+                    act(what)
+    with raises(UnsupportedError, where="a reference"):
+        torch.save(live, io.BytesIO())
     view = travelled[0]["a.weight"]
     with raises(MissingKeyError, where="an id that stayed behind"):
         view.get_weights_by_ids(ids_of([12345]))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -414,3 +417,63 @@ def test_closed_evictors(kvstore: Any) -> None:
     assert_equal(
         [trigger for trigger, found in left.items() if found() is not None], [], where="evictors that are left"
     )
+
+
+def _waits_in_a_child(evictor: Any) -> str:
+    """What wait() and close() of an evictor are in a forked process; that they take for ever is an answer."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Of threads in the process that forks: that is what is asked for.
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        signal.alarm(2)
+        answer = "nothing"
+        try:
+            evictor.wait()
+        except BaseException as error:
+            answer = type(error).__name__
+        try:
+            evictor.close()
+        except BaseException as error:
+            answer += f", closed with {type(error).__name__}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as told:
+        answer = told.read().decode()
+    os.waitpid(child, 0)
+    return answer or "no end"
+
+
+@requirement(
+    "KV-432",
+    "In a forked process, where its thread does not live, a background evictor MUST refuse to be waited for, by name, "
+    "and be closed; that of the parent goes on.",
+)
+def test_forked_evictors(kvstore: Any) -> None:
+    store = _stored(kvstore)
+    with kvstore.BackgroundEvictor(store, "t", trigger_rows=1, policy=kvstore.EvictionPolicy.count(9)) as evictor:
+        evictor._make_due()
+        assert_equal(_waits_in_a_child(evictor), "ConfigError", where="wait() in the child")
+        store.set("t", ids_of([1]), torch.zeros(1, 4))
+        assert_equal(len(evictor.wait()) > 0, True, where="rounds of the parent")
+
+
+@requirement(
+    "KV-433",
+    "What a listener of writes or steps raises MUST be raised by the verb when every other listener was told, a "
+    "background evictor of writes or steps among them.",
+)
+@pytest.mark.parametrize("steps", [False, True], ids=["writes", "steps"])
+def test_listeners_that_raise(kvstore: Any, steps: bool) -> None:
+    def fails(table: str) -> None:
+        raise LookupError(table)
+
+    store, heard = _stored(kvstore), list[str]()
+    store.add_listener(fails, steps=steps)
+    for name, kind in (("written", False), ("stepped", True)):
+        store.add_listener(lambda _, name=name: heard.append(name), steps=kind)
+    with raises(LookupError, where="a step"):
+        _step(store, "t", 0)
+    assert_equal(heard, ["written", "stepped"], where="who was told")

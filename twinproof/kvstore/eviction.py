@@ -6,13 +6,14 @@ slice at most, never for a round: between slices the store is free.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
-from twinproof.errors import ConfigError, StoreClosedError
+from twinproof.errors import ConfigError, StoreClosedError, UnsupportedError
 from twinproof.kvstore.options import EvictionPolicy, EvictionStats, StoreStats
 from twinproof.kvstore.rows import RoundPlan, RowEngine
 
@@ -38,6 +39,14 @@ class EvictionRound:
         self._going = threading.Event()
         self._going.set()
         self._processed_count = self._evicted_count = 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a round is neither copied nor pickled",
+            got=type(self).__name__,
+            expected="start_eviction()",
+            where="pickle",
+        )
 
     @property
     def done(self) -> bool:
@@ -200,13 +209,26 @@ class BackgroundEvictor:
         self.rounds.append(found.stats)
 
     def wait(self) -> list[EvictionStats]:
-        """Wait until nothing is due; the rounds so far. Raises what a round raised."""
+        """Wait until nothing is due; the rounds so far.
+
+        Raises what a round raised; ConfigError in a forked process, where the thread does not live.
+        """
         with self._condition:
-            self._condition.wait_for(lambda: self._closed or not (self._due or self._busy))
+            self._condition.wait_for(lambda: self._is_over() or not (self._due or self._busy))
+        if self._is_over() and not self._closed:
+            raise ConfigError(
+                "a forked process has no thread of this evictor, and nothing is evicted",
+                got=f"process {os.getpid()}",
+                expected="an evictor that was made in this process",
+                where=self._table,
+            )
         if self._failure is not None:
             self._is_told = True
             raise self._failure
         return list(self.rounds)
+
+    def _is_over(self) -> bool:
+        return self._closed or not self._thread.is_alive()
 
     def close(self) -> None:
         """End after the slice that is running; twice is harmless. Raises what a round raised and nobody waited for."""

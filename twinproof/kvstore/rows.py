@@ -546,6 +546,11 @@ class Snapshot(TrackedSource):
     def __enter__(self) -> Snapshot:
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a snapshot is neither copied nor pickled", got=type(self).__name__, expected="state_dict()", where="pickle"
+        )
+
 
 class RowStore(TrackedSource, ABC):
     """A source of rows that can be changed: what views, state dicts and loads ask of a store. ``KVStore`` is one."""

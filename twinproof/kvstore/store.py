@@ -9,7 +9,7 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -157,7 +157,8 @@ class KVStore(DeltaStore):
     def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
         """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread.
 
-        With ``steps`` after every ``apply_gradients`` instead. Raises ConfigError for what cannot be called.
+        With ``steps`` after every ``apply_gradients`` instead. What a listener raises, the verb raises when all were
+        called; what it wrote stays. Raises ConfigError for what cannot be called.
         """
         check_flags(steps=steps)
         if not callable(listener):
@@ -173,9 +174,8 @@ class KVStore(DeltaStore):
         self._step_listeners = tuple(known for known in self._step_listeners if known != listener)
 
     def tell_written(self, table: str) -> None:
-        """Call the listeners; every verb that may have inserted rows does."""
-        for listener in self._listeners:
-            listener(table)
+        """Call the listeners, also behind one that raises; every verb that may have inserted rows does."""
+        _tell(self._listeners, table)
 
     def now(self) -> int:
         """The clock's seconds, mod 2**32. Raises ConfigError where it tells none."""
@@ -304,9 +304,10 @@ class KVStore(DeltaStore):
             hyper = Hyper(lr=lr, step=number, eps=eps, beta1=beta1, beta2=beta2)
             self._engine.update(table, checked, floats, hyper, now)
             self._steps[table] = number
-        self.tell_written(table)
-        for listener in self._step_listeners:
-            listener(table)
+        try:
+            self.tell_written(table)
+        finally:
+            _tell(self._step_listeners, table)
 
     def set_step_count(self, table: str, step: int) -> None:
         """Say which step the table's last one was, as when training is resumed. Raises ConfigError."""
@@ -468,6 +469,13 @@ class KVStore(DeltaStore):
 
     def __enter__(self: _Self) -> _Self:
         return self
+
+
+def _tell(listeners: Sequence[Callable[[str], None]], table: str) -> None:
+    # What one raises is raised when all were called: an evictor hears of a write behind a user's listener that fails.
+    with ExitStack() as told:
+        for listener in reversed(listeners):
+            told.callback(listener, table)
 
 
 def _check_whole_row(options: StoreOptions, enabled: bool) -> None:

@@ -20,6 +20,12 @@ def copy_is_the_store(original: Any, view: Any, dtype: Any = None) -> Any:
     return original(view, dtype) if view.source.read_only else view._moved_to(view.source)
 
 
+@fault(kills="KV-151", at="twinproof.kvstore.rows:Snapshot.__reduce_ex__")
+def moments_are_copied(original: Any, moment: Any, protocol: Any) -> Any:
+    """A snapshot is copied, and its rows are not."""
+    return object.__reduce_ex__(moment, protocol)
+
+
 @fault(kills="KV-152", at="twinproof.kvstore.views:KVTensor.accept")
 def metadata_not_loaded(original: Any, view: Any, start: int, rows: Any) -> None:
     """dcp.load passes over timestamps and counts, whose view is read-only."""

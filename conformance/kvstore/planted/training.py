@@ -162,7 +162,7 @@ steps_of_nothing_uncounted = patched(
 )
 steps_of_nothing_unheard = patched(
     "Nobody hears of a step with no ids.",
-    mutated(_APPLY, "in self._step_listeners:", "in self._step_listeners if len(ids) else ():"),
+    mutated(_APPLY, "_tell(self._step_listeners, table)", "_tell(self._step_listeners if len(ids) else (), table)"),
     kills="KV-415",
 )
 _LOOKUP = "twinproof.kvstore.modules:_Lookup.backward"

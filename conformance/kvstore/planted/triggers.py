@@ -76,8 +76,8 @@ steps_counted_late = patched(
     "The step is counted when those who listen have heard of it.",
     mutated(
         "twinproof.kvstore.store:KVStore.apply_gradients",
-        "self._steps[table] = number\n    self.tell_written(table)",
-        "self.tell_written(table)\n    self._steps[table] = number",
+        "self._steps[table] = number\n    try:\n        self.tell_written(table)",
+        "pass\n    try:\n        self.tell_written(table)\n        self._steps[table] = number",
     ),
     kills="KV-255",
 )
@@ -146,4 +146,33 @@ failures_before_errors = patched(
     "What a round raised takes the place of an error that leaves the block.",
     mutated("twinproof.kvstore.eviction:BackgroundEvictor.__exit__", "if error is None:", "if True:"),
     kills="KV-425",
+)
+
+waits_for_a_thread_of_another_process = patched(
+    "Who waits in a forked process waits for a thread that does not live there.",
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor._is_over", "or not self._thread.is_alive()", ""),
+    kills="KV-432",
+)
+silence_in_a_forked_process = patched(
+    "Waiting in a forked process ends, as if there were nothing to do.",
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "and not self._closed:", "and False:"),
+    kills="KV-432",
+)
+nobody_behind_one_that_raises = patched(
+    "Listeners behind one that raises are not told.",
+    mutated(
+        "twinproof.kvstore.store:_tell",
+        "told.callback(listener, table)",
+        "told.callback(lambda: None)\n    for listener in listeners:\n        listener(table)",
+    ),
+    kills="KV-433",
+)
+steps_not_told_behind_a_write_that_raises = patched(
+    "Listeners of steps are not told where one of writes has raised.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.apply_gradients",
+        "finally:\n        _tell(self._step_listeners, table)",
+        "finally:\n        pass\n    _tell(self._step_listeners, table)",
+    ),
+    kills="KV-433",
 )
