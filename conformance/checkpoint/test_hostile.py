@@ -233,12 +233,18 @@ def test_numbered_sets(checkpoint: Any, tmp_path: Path) -> None:
 
 @requirement(
     "CKPT-636",
-    "A link that leaves its folder MUST be followed to the blobs of the same cache and from a snapshot alone: not from "
-    "another folder, not to another cache's, not to a folder below or above, nor to a file beside.",
+    "A link that leaves its folder MUST be followed to the blobs of the same cache, from a snapshot and the folders in "
+    "it alone: not from another folder, not to another cache's, not to a folder below or above, nor to a file beside.",
 )
 def test_links_to_blobs(checkpoint: Any, tmp_path: Path) -> None:
     places = {
         ("cache/snapshots/rev", "cache/blobs/f"): True,
+        ("cache/snapshots/rev/text_encoder", "cache/blobs/f"): True,
+        ("cache/snapshots/rev/a/b", "cache/blobs/f"): True,
+        ("cache/snapshots/rev/a", "other/blobs/f"): False,
+        ("cache/snapshots/rev/a", "cache/snapshots/blobs/f"): False,
+        ("cache/snapshots/rev/a", "cache/snapshots/rev/blobs/f"): False,
+        ("cache/shots/rev/a", "cache/blobs/f"): False,
         ("cache/shots/rev", "cache/blobs/f"): False,
         ("cache/rev", "blobs/f"): False,
         ("cache/snapshots/rev", "other/blobs/f"): False,

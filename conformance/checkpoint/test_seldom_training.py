@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as by_name
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from conformance.checkpoint.trainer import Counter, Trainer, alone
@@ -419,3 +421,83 @@ def _wrapped_models(rank: Rank, path: str) -> None:
 )
 def test_wrapped_models(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     rank_pool.run(_wrapped_models, 1, str(tmp_path))
+
+
+class _Container(torch.optim.Optimizer, Stateful):
+    """As torchtitan's: an optimizer for each part of a model in one, whose states have the names of parameters."""
+
+    _flat = by_name.StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def __init__(self, parts: list[torch.nn.Module]) -> None:
+        self.parts = parts
+        self.inner = [torch.optim.Adam(part.parameters(), lr=0.5) for part in parts]
+        super().__init__([param for part in parts for param in part.parameters()], {"lr": 0.5})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.inner:
+            each.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for part, each in zip(self.parts, self.inner, strict=True):
+            found.update(by_name.get_optimizer_state_dict(part, each, options=self._flat))
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, each in zip(self.parts, self.inner, strict=True):
+            by_name.set_optimizer_state_dict(part, each, state_dict, options=self._flat)
+
+
+class _Keyed(torch.optim.SGD):
+    """As torchrec's: by default it says nothing of its groups."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": super().state_dict()["state"]}
+
+
+def _in_parts(seed: int, step_count: int) -> tuple[list[torch.nn.Module], _Container]:
+    torch.manual_seed(seed)
+    parts: list[torch.nn.Module] = [torch.nn.Sequential(), torch.nn.Sequential()]
+    for name, part in zip("ab", parts, strict=True):
+        part.add_module(name, torch.nn.Linear(3, 3))
+    container = _Container(parts)
+    _stepped(torch.nn.Sequential(*parts), container, step_count)
+    return parts, container
+
+
+@requirement(
+    "CKPT-854",
+    "An optimizer that derives from torch's `Stateful`, as torchtitan's container of one for each part, MUST be saved "
+    "and restored by what it says of itself, by a manager and as training; beside others it MUST be refused by name, "
+    "and so MUST another one whose states are not as torch's.",
+)
+def test_containers_of_optimizers(checkpoint: Any, tmp_path: Path) -> None:
+    parts, container = _in_parts(1, 2)
+    options: dict[str, Any] = {"interval": 1, "durable": False}
+    with alone(), succeeds("saves", where="a container"):
+        checkpoint.save_training(tmp_path / "ck", parts, container, 2)
+        with checkpoint.CheckpointManager(tmp_path / "run", model=parts, optimizers=container, **options) as manager:
+            manager.save(2)
+    _stepped(torch.nn.Sequential(*parts), container, 2)
+    for way, step_count in itertools.product(("training", "manager", "list"), (0, 1)):
+        others, its = _in_parts(2, step_count)
+        with alone(), succeeds("a load", where=f"{way}, {step_count} steps before"):
+            if way == "training":
+                checkpoint.load_training(tmp_path / "ck", others, its)
+            else:
+                given = its if way == "manager" else [its]
+                with checkpoint.CheckpointManager(
+                    tmp_path / "run", model=others, optimizers=given, **options
+                ) as manager:
+                    manager.load()
+        _stepped(torch.nn.Sequential(*others), its, 2)
+        for part, other in zip(parts, others, strict=True):
+            for name, value in other.named_parameters():
+                where = f"{way}, {step_count} steps before: {name}"
+                assert_same_tensor(value.detach(), part.get_parameter(name).detach(), where=where)
+    with raises(ConfigError, mentions=("names its states itself", "Adam"), where="beside another"):
+        both = [container, torch.optim.Adam(parts[1].parameters())]
+        checkpoint.CheckpointManager(tmp_path / "run", model=parts, optimizers=both, **options)
+    with raises(ConfigError, mentions=("not as torch's", "param_groups", "_Keyed"), where="no groups"), alone():
+        checkpoint.save_training(tmp_path / "new", parts[0], _Keyed(parts[0].parameters(), lr=0.5), 1)
+    assert_equal((tmp_path / "new").exists(), False, where="what was made")

@@ -298,9 +298,13 @@ def _check_member(folder: Path, name: str, where: str) -> None:
 def _link_stays_near(folder: Path, name: str) -> bool:
     target = (folder / name).resolve()
     home = folder.resolve()
+    return target.parent == home or any(_is_blob_of(inside, target) for inside in (home, *home.parents))
+
+
+def _is_blob_of(home: Path, target: Path) -> bool:
+    # A snapshot has folders of its own where a model is made of several, as those of diffusers are.
     hub = home.parent.parent
-    is_blob = home.parent.name == "snapshots" and target.parent == hub / "blobs"
-    return target.parent == home or is_blob
+    return home.parent.name == "snapshots" and target.parent == hub / "blobs"
 
 
 class Index(NamedTuple):

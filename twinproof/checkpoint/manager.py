@@ -33,7 +33,6 @@ from twinproof.checkpoint.format import StrPath, local_path
 from twinproof.checkpoint.native import (
     CheckpointFormat,
     NativeStorageWriter,
-    OptimizerStates,
     State,
     check_stateful,
     check_states,
@@ -42,6 +41,7 @@ from twinproof.checkpoint.native import (
     load_native,
     merged,
     one_of,
+    optimizer_states,
     set_model,
     told_by,
 )
@@ -168,7 +168,8 @@ class CheckpointManager:
     Args:
         folder: where ``step-N`` folders are; a relative path is that of the moment when the manager is made.
         model: the module, or the parts of it that this rank has (pipeline stages), with names of their own.
-        optimizers: one, or one for each part; also any object with ``state_dict`` and ``load_state_dict``.
+        optimizers: one, or one for each part; also any object with ``state_dict`` and ``load_state_dict``, and one
+            optimizer that derives from torch's ``Stateful``, as torchtitan's container: these name their states.
         states: name -> object with ``state_dict`` and ``load_state_dict``: data loader, schedulers, counters. They
             are saved in torch's format alone, which pickles what is no tensor: load it from places you trust.
         interval: steps from one save to the next.
@@ -672,7 +673,7 @@ def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Map
     if optimizers is not None:
         several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
         is_list = isinstance(several, Sequence) and all(isinstance(each, torch.optim.Optimizer) for each in several)
-        result[_OPTIMIZER] = OptimizerStates(parts, several) if is_list else optimizers
+        result[_OPTIMIZER] = optimizer_states(parts, several) if is_list else optimizers
     taken = sorted(states.keys() & {_MODEL, *result})
     if taken:
         raise ConfigError("names that the manager uses itself", got=taken, where="states")

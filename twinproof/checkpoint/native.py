@@ -73,6 +73,7 @@ __all__ = [
     "load_training",
     "merged",
     "one_of",
+    "optimizer_states",
     "save_training",
     "set_model",
     "told_by",
@@ -299,6 +300,21 @@ class OptimizerStates(Stateful):
             optimizer.state.clear()
 
 
+def optimizer_states(parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+    """Optimizers as one state; one that says itself that it is ``Stateful``, as torchtitan's container, as it is."""
+    speaks = [Stateful in type(each).__mro__ for each in optimizers]
+    if speaks == [True]:
+        return optimizers[0]
+    if any(speaks):
+        raise ConfigError(
+            "an optimizer that names its states itself beside others",
+            got=[type(each).__name__ for each in optimizers],
+            expected="it alone, or plain ones",
+            where="optimizers",
+        )
+    return OptimizerStates(parts, optimizers)
+
+
 _STATE, _GROUPS = "state.", "param_groups."
 
 
@@ -309,6 +325,13 @@ def _flat(part: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Sta
         except KeyError as error:
             own = set(map(id, part.parameters()))
             foreign = sum(id(param) not in own for param in _params(optimizers))
+            if not foreign and error.args[0] in ("state", "param_groups"):
+                raise ConfigError(
+                    "an optimizer whose state_dict is not as torch's",
+                    got=f"no {error.args[0]} in that of {', '.join(type(each).__name__ for each in optimizers)}",
+                    expected="one that derives from torch's Stateful, or it among the states",
+                    where="optimizers",
+                ) from error
             if not foreign:
                 raise
             raise ConfigError(
@@ -479,7 +502,7 @@ def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, An
         )
     if type(step) is not int or step < 0:
         raise ConfigError("not a step", got=step, expected="an int >= 0", where="step")
-    own = {"optimizer": OptimizerStates(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
+    own = {"optimizer": optimizer_states(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
     return parts, merged([*map(get_model_state_dict, parts), own, others])
 
 
@@ -501,7 +524,8 @@ def save_training(
     Args:
         path: folder of the checkpoint; one that is there is replaced whole.
         model: the module, or the parts of it that this rank has.
-        optimizers: a ``torch.optim.Optimizer``, or one for each part.
+        optimizers: a ``torch.optim.Optimizer``, or one for each part. One that derives from torch's ``Stateful``, as
+            torchtitan's container, names its states itself.
         step: steps that were trained.
         states: name -> object with ``state_dict`` and ``load_state_dict``: schedulers, data loaders.
         durable: fsync before the checkpoint becomes visible.

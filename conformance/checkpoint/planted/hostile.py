@@ -124,17 +124,23 @@ last_number_not_asked_for = patched(
 
 blobs_of_anybody = patched(
     "Links of a folder that is no snapshot are followed as those of a cache.",
-    mutated("twinproof.checkpoint.catalog:_link_stays_near", 'home.parent.name == "snapshots" and', ""),
+    mutated("twinproof.checkpoint.catalog:_is_blob_of", 'home.parent.name == "snapshots" and', ""),
     kills="CKPT-636",
 )
 
 below_the_blobs = patched(
     "Links are followed to whatever lies below a folder of blobs.",
     mutated(
-        "twinproof.checkpoint.catalog:_link_stays_near",
+        "twinproof.checkpoint.catalog:_is_blob_of",
         'target.parent == hub / "blobs"',
         '(hub / "blobs") in target.parents',
     ),
+    kills="CKPT-636",
+)
+
+snapshots_are_flat = patched(
+    "Links of a folder inside of a snapshot are refused.",
+    mutated("twinproof.checkpoint.catalog:_link_stays_near", "(home, *home.parents)", "(home,)"),
     kills="CKPT-636",
 )
 

@@ -81,3 +81,18 @@ renamed_in_any_order = patched(
     mutated(f"{_NATIVE}:set_model", "[n for n in own if n not in given]", "sorted(n for n in own if n not in given)"),
     kills="CKPT-847",
 )
+containers_are_plain = patched(
+    "An optimizer that names its states itself is asked as one of torch's, which has no names.",
+    mutated(f"{_NATIVE}:optimizer_states", "speaks == [True]", "not speaks"),
+    kills="CKPT-854",
+)
+containers_beside_others = patched(
+    "An optimizer that names its states itself is taken beside others, as one of torch's.",
+    mutated(f"{_NATIVE}:optimizer_states", "if any(speaks)", "if all(speaks)"),
+    kills="CKPT-854",
+)
+groups_are_missed = patched(
+    "An optimizer that says nothing of its groups ends in the error of a dictionary.",
+    mutated(f"{_NATIVE}:_flat", '("state", "param_groups")', '("state",)'),
+    kills="CKPT-854",
+)
