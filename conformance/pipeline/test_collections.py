@@ -270,6 +270,49 @@ def test_traced_sizes(pipeline: Any, kind: str) -> None:
 
 
 @requirement(
+    "PIPE-669",
+    "A collection, of bags that are weighted by position or of rows, MUST be exported by torch.export, and the "
+    "program give for bags of other lengths what the collection gives untouched.",
+)
+@pytest.mark.filterwarnings("ignore")  # Of what torch itself uses there.
+@pytest.mark.parametrize("kind", ["processed", "rows"])
+def test_exported(pipeline: Any, kind: str) -> None:
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}", "f2"]) for i in range(2)]
+    names, count = ["f2", "f1", "f0"], 9
+    if kind == "processed":
+        processors = pipeline.PositionWeightedModuleCollection(dict.fromkeys(names, 4))
+        tables = collection_of(pipeline, configs, [values_of((6, 4), i).round() for i in range(2)], is_weighted=True)
+        module = pipeline.FeatureProcessedEmbeddingBagCollection(tables, processors)
+    else:
+        module = rows_of(pipeline, [pipeline.EmbeddingConfig(6, 4, "t", feature_names=names)], [values_of((6, 4), 1)])
+
+    def batch_of(lengths: list[int]) -> Any:
+        return pipeline.KeyedJaggedTensor(names, torch.arange(count) % 6, None, torch.tensor(lengths))
+
+    def values_by(model: Any, batch: Any) -> list[torch.Tensor]:
+        found = model(batch)
+        return [found[name].values() for name in names] if kind == "rows" else [found.values()]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, batch: Any) -> list[torch.Tensor]:
+            return values_by(self.module, batch)
+
+    with succeeds("an export", where=kind):
+        program: Any = torch.export.export(Model(), (batch_of([1, 2, 0, 3, 1, 2]),)).module()
+    for lengths in ([1, 2, 0, 3, 1, 2], [4, 0, 0, 0, 1, 4]):
+        batch = batch_of(lengths)
+        with succeeds("the program", where=f"{kind}, lengths {lengths}"):
+            found = program(batch)
+        # Whole numbers, whose sums are one in every order.
+        for value, expected in zip(found, values_by(module, batch), strict=True):
+            assert_bits(value.detach(), expected.detach(), f"{kind}, lengths {lengths}")
+
+
+@requirement(
     "PIPE-538",
     "A collection of 16-bit tables that was traced or scripted MUST give float32 as the untouched one does, rows by "
     "their bits.",

@@ -606,6 +606,8 @@ class EmbeddingBagCollection(BoundToLookup):
         """
         if torch.jit.is_scripting():
             return self._by_torch(features)
+        if torch.compiler.is_exporting():
+            return self._by_torch(features)
         return self._looked_up(features)
 
     @eagerly
@@ -634,6 +636,8 @@ class EmbeddingBagCollection(BoundToLookup):
             for name in self._names_by_table[i]:
                 part = parts[name]
                 weights = part.weights().to(table.weight.dtype) if self._is_weighted else None  # type: ignore[arg-type]
+                if not torch.jit.is_scripting():
+                    _as_many(part.values(), weights)
                 pooled.append(features._over_batch(name, table(part.values(), part.offsets(), weights).float()))
         return KeyedTensor(list(self._embedding_names), list(self._widths), torch.cat(pooled, dim=1))
 
@@ -757,6 +761,8 @@ class EmbeddingCollection(BoundToLookup):
         """
         if torch.jit.is_scripting():
             return self._by_torch(features)
+        if torch.compiler.is_exporting():
+            return self._by_torch(features)
         return self._looked_up(features)
 
     @eagerly
@@ -797,7 +803,16 @@ def _rows_module(table: EmbeddingConfig, device: Any) -> torch.nn.Embedding:
     return torch.nn.Embedding(table.num_embeddings, table.embedding_dim, _weight=initial_weight(table, device))
 
 
+def _as_many(values: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Say to torch.export, which does not know the sizes of parts of a batch, that each id has a weight."""
+    if weights is not None and torch.compiler.is_exporting():
+        torch._check(weights.size(0) == values.size(0))  # type: ignore[no-untyped-call]
+
+
 def _too_long(weight: torch.Tensor, positions: torch.Tensor, name: str, longest: int | None) -> None:
+    if torch.compiler.is_exporting():
+        # It has no numbers to look at; what is outside of the weights is torch's own error when the program runs.
+        return
     if longest is None:
         longest = int(positions.max()) + 1 if positions.numel() and not positions.is_meta else 0
     if longest > weight.numel():
@@ -814,7 +829,10 @@ def _of_positions(weight: torch.Tensor, positions: torch.Tensor, name: str, long
 def _positions(lengths: torch.Tensor, count: int) -> torch.Tensor:
     """Int64 [N]: the place of each of ``count`` ids in its bag; lengths on meta do not say how many there are."""
     wide = lengths.reshape(-1).to(torch.int64)
-    begins = (wide.cumsum(0) - wide).repeat_interleave(wide, output_size=count if wide.is_meta else None)
+    is_told = wide.is_meta
+    if not torch.jit.is_scripting():
+        is_told = is_told or torch.compiler.is_exporting()
+    begins = (wide.cumsum(0) - wide).repeat_interleave(wide, output_size=count if is_told else None)
     return torch.arange(count, device=lengths.device) - begins
 
 

@@ -150,3 +150,19 @@ rows_of_features_traced = patched(
     ),
     kills="PIPE-642",
 )
+
+looked_up_where_exported = patched(
+    "An export goes through the library's own lookup, whose operators look at numbers.",
+    mutated("twinproof.pipeline.modules:EmbeddingBagCollection.forward", "torch.compiler.is_exporting()", "False"),
+    kills="PIPE-669",
+)
+weights_of_another_number = patched(
+    "An export is not told that each id has a weight.",
+    mutated("twinproof.pipeline.modules:_as_many", "weights is not None", "weights is None"),
+    kills="PIPE-669",
+)
+longest_where_exported = patched(
+    "An export looks for the longest bag.",
+    mutated("twinproof.pipeline.modules:_too_long", "torch.compiler.is_exporting()", "False"),
+    kills="PIPE-669",
+)
