@@ -271,11 +271,11 @@ def test_traced_sizes(pipeline: Any, kind: str) -> None:
 
 @requirement(
     "PIPE-669",
-    "A collection, of bags that are weighted by position or of rows, MUST be exported by torch.export, and the "
-    "program give for bags of other lengths what the collection gives untouched.",
+    "A collection, of bags that are weighted by position, of features that differ in size or of rows, MUST be exported "
+    "by torch.export, and the program give for bags of other lengths what the collection gives untouched.",
 )
 @pytest.mark.filterwarnings("ignore")  # Of what torch itself uses there.
-@pytest.mark.parametrize("kind", ["processed", "rows"])
+@pytest.mark.parametrize("kind", ["processed", "sizes", "rows"])
 def test_exported(pipeline: Any, kind: str) -> None:
     configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}", "f2"]) for i in range(2)]
     names, count = ["f2", "f1", "f0"], 9
@@ -283,11 +283,16 @@ def test_exported(pipeline: Any, kind: str) -> None:
         processors = pipeline.PositionWeightedModuleCollection(dict.fromkeys(names, 4))
         tables = collection_of(pipeline, configs, [values_of((6, 4), i).round() for i in range(2)], is_weighted=True)
         module = pipeline.FeatureProcessedEmbeddingBagCollection(tables, processors)
+    elif kind == "sizes":
+        module = collection_of(pipeline, configs, [values_of((6, 4), i).round() for i in range(2)])
     else:
         module = rows_of(pipeline, [pipeline.EmbeddingConfig(6, 4, "t", feature_names=names)], [values_of((6, 4), 1)])
+    rows = torch.tensor([[2, 0, 1, 2], [0, 0, 0, 0], [1, 0, 0, 1]])
+    sizes: dict[str, Any] = {"stride_per_key_per_rank": [[3], [1], [2]], "inverse_indices": (names, rows)}
 
     def batch_of(lengths: list[int]) -> Any:
-        return pipeline.KeyedJaggedTensor(names, torch.arange(count) % 6, None, torch.tensor(lengths))
+        ids, more = torch.arange(count) % 6, sizes if kind == "sizes" else {}
+        return pipeline.KeyedJaggedTensor(names, ids, None, torch.tensor(lengths), **more)
 
     def values_by(model: Any, batch: Any) -> list[torch.Tensor]:
         found = model(batch)

@@ -92,6 +92,9 @@ def cut_sizes(lengths: torch.Tensor, strides: list[int]) -> list[int]:
     if len(strides) == 0 or flat.numel() == 0:
         return [0] * len(strides)
     same = True
+    if not torch.jit.is_scripting():
+        # Sizes of its own that a batch brings are numbers that an export does not know.
+        same = not torch.compiler.is_exporting()
     for stride in strides:
         same = same and stride == strides[0]
     if same:

@@ -161,8 +161,8 @@ weights_of_another_number = patched(
     mutated("twinproof.pipeline.modules:_as_many", "weights is not None", "weights is None"),
     kills="PIPE-669",
 )
-longest_where_exported = patched(
-    "An export looks for the longest bag.",
-    mutated("twinproof.pipeline.modules:_too_long", "torch.compiler.is_exporting()", "False"),
+sizes_where_exported = patched(
+    "An export asks whether features are of one size.",
+    mutated("twinproof.pipeline.jagged:cut_sizes", "not torch.compiler.is_exporting()", "True"),
     kills="PIPE-669",
 )
