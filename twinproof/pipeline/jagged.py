@@ -32,6 +32,7 @@ __all__ = [
     "JaggedTensor",
     "Keyed",
     "KeyedMoves",
+    "as_many",
     "check_ids",
     "check_integers",
     "check_places",
@@ -47,6 +48,7 @@ __all__ = [
     "offsets_of",
     "padded",
     "permuted_spans",
+    "positions_in",
     "received_same",
     "received_variable",
     "recorded",
@@ -108,6 +110,22 @@ def cut_sizes(lengths: torch.Tensor, strides: list[int]) -> list[int]:
 def longest(lengths: torch.Tensor) -> int:
     """The values of the longest bag, 0 where there is none."""
     return int(lengths.max().item()) if lengths.numel() > 0 else 0
+
+
+def as_many(values: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Say to torch.export, which does not know the sizes of parts of a batch, that each id has a weight."""
+    if weights is not None and torch.compiler.is_exporting():
+        torch._check(weights.size(0) == values.size(0))  # type: ignore[no-untyped-call]
+
+
+def positions_in(lengths: torch.Tensor, count: int) -> torch.Tensor:
+    """Int64 [N]: the place of each of ``count`` ids in its bag; lengths on meta do not say how many there are."""
+    wide = lengths.reshape(-1).to(torch.int64)
+    is_told = wide.is_meta
+    if not torch.jit.is_scripting():
+        is_told = is_told or torch.compiler.is_exporting()
+    begins = (wide.cumsum(0) - wide).repeat_interleave(wide, output_size=count if is_told else None)
+    return torch.arange(count, device=lengths.device) - begins
 
 
 def permuted_spans(data: torch.Tensor, ends: list[int], order: list[int]) -> torch.Tensor:

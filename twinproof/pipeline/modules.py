@@ -31,7 +31,7 @@ from twinproof.pipeline.config import (
     initialized,
     readable,
 )
-from twinproof.pipeline.jagged import Bags, check_ids, check_places, check_positions, of_tables
+from twinproof.pipeline.jagged import Bags, as_many, check_ids, check_places, check_positions, of_tables, positions_in
 
 __all__ = [
     "BoundToLookup",
@@ -637,7 +637,7 @@ class EmbeddingBagCollection(BoundToLookup):
                 part = parts[name]
                 weights = part.weights().to(table.weight.dtype) if self._is_weighted else None  # type: ignore[arg-type]
                 if not torch.jit.is_scripting():
-                    _as_many(part.values(), weights)
+                    as_many(part.values(), weights)
                 pooled.append(features._over_batch(name, table(part.values(), part.offsets(), weights).float()))
         return KeyedTensor(list(self._embedding_names), list(self._widths), torch.cat(pooled, dim=1))
 
@@ -803,16 +803,9 @@ def _rows_module(table: EmbeddingConfig, device: Any) -> torch.nn.Embedding:
     return torch.nn.Embedding(table.num_embeddings, table.embedding_dim, _weight=initial_weight(table, device))
 
 
-def _as_many(values: torch.Tensor, weights: torch.Tensor | None) -> None:
-    """Say to torch.export, which does not know the sizes of parts of a batch, that each id has a weight."""
-    if weights is not None and torch.compiler.is_exporting():
-        torch._check(weights.size(0) == values.size(0))  # type: ignore[no-untyped-call]
-
-
 def _too_long(weight: torch.Tensor, positions: torch.Tensor, name: str, longest: int | None) -> None:
     if torch.compiler.is_exporting():
-        # It has no numbers to look at; what is outside of the weights is torch's own error when the program runs.
-        return
+        return  # There are no numbers to look at: torch's own error says so when the program runs.
     if longest is None:
         longest = int(positions.max()) + 1 if positions.numel() and not positions.is_meta else 0
     if longest > weight.numel():
@@ -824,16 +817,6 @@ def _of_positions(weight: torch.Tensor, positions: torch.Tensor, name: str, long
     if not torch.jit.is_scripting():
         _too_long(weight, positions, name, longest)
     return weight.to(torch.float32).index_select(0, positions)
-
-
-def _positions(lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """Int64 [N]: the place of each of ``count`` ids in its bag; lengths on meta do not say how many there are."""
-    wide = lengths.reshape(-1).to(torch.int64)
-    is_told = wide.is_meta
-    if not torch.jit.is_scripting():
-        is_told = is_told or torch.compiler.is_exporting()
-    begins = (wide.cumsum(0) - wide).repeat_interleave(wide, output_size=count if is_told else None)
-    return torch.arange(count, device=lengths.device) - begins
 
 
 def position_weights_of(names: Sequence[str], bags: Bags, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -862,7 +845,7 @@ def _weighted_bags(features: JaggedTensor, weight: torch.Tensor, is_processed: b
     if is_processed:
         positions = features.weights().to(torch.int64)
     else:
-        positions = _positions(features.lengths(), features.values().size(0))
+        positions = positions_in(features.lengths(), features.values().size(0))
     weights = _of_positions(weight, positions, "position_weight")
     return JaggedTensor(features.values(), weights, features.lengths(), features.offsets_or_none())
 
@@ -874,7 +857,7 @@ def _weighted_batch(
     if is_processed:
         positions = features.weights().to(torch.int64)
     else:
-        positions = _positions(features.lengths(), features.values().size(0))
+        positions = positions_in(features.lengths(), features.values().size(0))
     ends = features.offset_per_key()
     parts: list[torch.Tensor] = []
     for i, key in enumerate(features.keys()):
@@ -926,7 +909,7 @@ def _check_lengths(lengths: Mapping[str, int]) -> None:
 
 
 def _write_positions(features: Any) -> None:
-    positions = _positions(features.lengths(), features.values().shape[0])
+    positions = positions_in(features.lengths(), features.values().shape[0])
     check_positions(positions, features.weights().dtype)
     with torch.no_grad():
         features.weights().copy_(positions)

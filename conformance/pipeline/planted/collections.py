@@ -158,7 +158,7 @@ looked_up_where_exported = patched(
 )
 weights_of_another_number = patched(
     "An export is not told that each id has a weight.",
-    mutated("twinproof.pipeline.modules:_as_many", "weights is not None", "weights is None"),
+    mutated("twinproof.pipeline.jagged:as_many", "weights is not None", "weights is None"),
     kills="PIPE-669",
 )
 sizes_where_exported = patched(
