@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
-from conformance.harness import Rank, assert_equal, raises, requirement
-from conformance.pipeline.cases import WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
+from conformance.harness import Rank, assert_equal, assert_le, raises, requirement, succeeds
+from conformance.pipeline.cases import EXACT, WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
 from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, DistributedError, PipelineError
@@ -257,6 +260,59 @@ def test_interrupts(pipeline: Any) -> None:
             for number, (got, batch) in enumerate(zip(found, expected, strict=True)):
                 assert_bits(got, loop.step(batch), f"{name} {place} output {number}")
             assert_same_state(job, loop, f"{name} {place}")
+
+
+class _Interrupt:
+    """Interrupts the first call, from here on, of one function of the driver; ``names`` are those that were called."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.names = name, dict[str, None]()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_globals.get("__name__") == "twinproof.pipeline.driver":
+            name = frame.f_code.co_qualname
+            if name == self.name and name not in self.names:
+                self.names[name] = None
+                raise KeyboardInterrupt
+            self.names[name] = None
+
+
+@requirement(
+    "PIPE-677",
+    "Behind an interrupt at any of the driver's own calls a schedule MUST go on, step by step, to the loader's end, "
+    "and see no batch twice.",
+)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.night) if each == EXACT[0] else each for each in WITHOUT_PREFETCH]
+)
+def test_interrupted_calls(pipeline: Any, name: str) -> None:
+    waiting, known = [""], {""}
+    while waiting:
+        struck = waiting.pop()
+        job, forwarded = Job(pipeline, 7), list[float]()
+
+        def forward(batch: Any, job: Job = job, forwarded: list[float] = forwarded) -> Any:
+            forwarded.append(float(batch.dense.double().sum()))
+            return job.model(batch)
+
+        schedule = job.schedule(name, custom_model_fwd=forward)
+        loader, interrupt = iter(job.batches(5)), _Interrupt(struck)
+        schedule.progress(loader)
+        sys.setprofile(interrupt)
+        try:
+            schedule.progress(loader)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        waiting += [each for each in interrupt.names if each not in known]
+        known.update(interrupt.names)
+        where = f"{name}, an interrupt of {struck}"
+        with succeeds("the steps behind it", where=where):
+            count = len(outputs_of(schedule, loader))
+        # One batch may be lost with the step, and one that was on its way.
+        assert_le(2, count, where=f"{where}: steps behind it")
+        assert_equal(len(forwarded), len(set(forwarded)), where=f"{where}: batches seen")
 
 
 def _failing(model: Any, batch: Any, error: BaseException | None = None) -> Any:

@@ -242,13 +242,13 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         batch, self._late = self._queue[0], {}
         try:
             output: Out = type(self)._schedule(self, self._stages, batch)
+            self.dequeue_batch()
         except BaseException:
             if self._current is batch:
                 self._drop(batch)
             raise
         finally:
             self._current = self._late = None
-        self.dequeue_batch()
         self.processed_count += 1
         return output
 
@@ -466,16 +466,16 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     def start_exchange(self, batch: BatchContext) -> None:
         """S, once."""
         if not batch.started:
-            batch.started = True
             with self.failure_noted(batch):
+                batch.started = True  # An interrupt that comes before is none of an exchange.
                 self.start_sparse_data_dist(batch.batch, batch.context)
 
     def exchange(self, batch: BatchContext) -> None:
         """S and I, each once."""
         self.start_exchange(batch)
         if not batch.exchanged and batch.failure is None:
-            batch.exchanged = True
             with self.failure_noted(batch):
+                batch.exchanged = True
                 self.wait_sparse_data_dist(batch.context)
 
     @contextlib.contextmanager

@@ -105,3 +105,22 @@ interrupted_steps_again = patched(
     mutated("twinproof.pipeline.driver:Pipeline.progress", "except BaseException:", "except Exception:"),
     kills="PIPE-459",
 )
+exchanges_begun_before = patched(
+    "An exchange counts as begun before anything could be interrupted in it: behind an interrupt nobody begins it.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.start_exchange",
+        "    with self.failure_noted(batch):\n",
+        "    batch.started = True\n        with self.failure_noted(batch):\n",
+    ),
+    kills="PIPE-677",
+)
+processed_batches_stay = patched(
+    "A batch that was processed is forgotten outside of what knows of interrupts, which leave it for another step.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.progress",
+        "        self.dequeue_batch()\n    except BaseException:\n        if self._current is batch:",
+        "        self._current = None\n        self.dequeue_batch()\n    except BaseException:\n"
+        "        if self._current is batch:",
+    ),
+    kills="PIPE-677",
+)
