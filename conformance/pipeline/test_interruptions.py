@@ -270,7 +270,7 @@ class _Interrupt:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_globals.get("__name__") == "twinproof.pipeline.driver":
-            name = frame.f_code.co_qualname
+            name = f"{frame.f_code.co_name}, line {frame.f_code.co_firstlineno}"
             if name == self.name and name not in self.names:
                 self.names[name] = None
                 raise KeyboardInterrupt
@@ -279,8 +279,8 @@ class _Interrupt:
 
 @requirement(
     "PIPE-677",
-    "Behind an interrupt at any of the driver's own calls a schedule MUST go on, step by step, to the loader's end, "
-    "and see no batch twice.",
+    "Behind an interrupt at a step's first call of any function of the driver a schedule MUST go on, step by step, to "
+    "the loader's end, and see no batch twice.",
 )
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=pytest.mark.night) if each == EXACT[0] else each for each in WITHOUT_PREFETCH]

@@ -472,6 +472,8 @@ class KVStore(DeltaStore):
 
 
 def _tell(listeners: Sequence[Callable[[str], None]], table: str) -> None:
+    if not listeners:
+        return
     # What one raises is raised when all were called: an evictor hears of a write behind a user's listener that fails.
     with ExitStack() as told:
         for listener in reversed(listeners):
