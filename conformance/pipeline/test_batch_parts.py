@@ -199,6 +199,37 @@ def test_orders_and_parts(pipeline: Any) -> None:
 
 
 @requirement(
+    "PIPE-712",
+    "Bags of dense rows MUST be refused by name where there is not a length for each row or one lies outside the row; "
+    "dist_splits MUST refuse runs below zero and runs of more features than there are.",
+)
+def test_sizes_outside(pipeline: Any) -> None:
+    rows, made = torch.arange(6).reshape(3, 2), pipeline.JaggedTensor.from_dense_lengths
+    for wrong in ([3, 1, 0], [0, 1, 3], [-1, 1, 2], [2, 2, -3]):
+        names = ("do not cut the rows", str((min(wrong), max(wrong))))
+        with raises(ShapeError, mentions=names, where=f"lengths {wrong}"):
+            made(rows, _ints(*wrong))
+    for lengths in (_ints(1, 2), _ints(1, 2, 0, 1), _ints(1, 2, 0)[:, None], torch.tensor(1)):
+        with raises(ShapeError, mentions=("a length for each row", "(3, 2)"), where=f"{tuple(lengths.shape)}"):
+            made(rows, lengths)
+    with raises(ShapeError, mentions=("a length for each row", "(3,)"), where="values of one dimension"):
+        made(rows[:, 0], _ints(1, 1, 1))
+    for right in ([2, 2, 2], [0, 0, 0], [0, 1, 2]):
+        with succeeds("bags", where=f"lengths {right}"):
+            found = made(rows, _ints(*right))
+        expected = torch.cat([row[:size] for row, size in zip(rows, right, strict=True)])
+        assert_bits(found.values(), expected, f"values of {right}")
+    batch = pipeline.KeyedJaggedTensor(KEYS, _ids(6), lengths=_ints(1, 1, 1, 1, 1, 1))
+    for runs in ([4], [1, 3], [4, -1], [-1, 2], [-1]):
+        with raises(ConfigError, mentions=("runs are not of the features", str(runs)), where=f"dist_splits of {runs}"):
+            batch.dist_splits(runs)
+    for runs, sums in (([], []), ([1], [2]), ([0, 2], [0, 4]), ([3], [6]), ([1, 2, 0], [2, 4, 0])):
+        with succeeds("dist_splits", where=f"dist_splits of {runs}"):
+            found = batch.dist_splits(runs)
+        assert_equal(found[1], sums, where=f"dist_splits of {runs}")
+
+
+@requirement(
     "PIPE-604",
     "A batch that is told to be of one size, as torchrec's own code tells it where all sizes turn out to be the same, "
     "MUST be cut, moved, put together and sent as one.",

@@ -197,7 +197,12 @@ class KeyedSizes(Keyed, KeyedMoves):
         return labels
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """For each of ``dist_tensors``, how much of it belongs to each run of ``key_splits`` features."""
+        """For each of ``dist_tensors``, how much of it belongs to each run of ``key_splits`` features.
+
+        Raises ConfigError for a run below zero, or for more features than there are.
+        """
+        if not torch.jit.is_scripting() and (total(key_splits) > len(self._keys) or min(key_splits or [0]) < 0):
+            refuse("config", "runs are not of the features", key_splits, len(self._keys), "dist_splits")
         sizes = sums_by_splits(self.length_per_key(), key_splits)
         splits = [sums_by_splits(self.stride_per_key(), key_splits), sizes]
         if self.variable_stride_per_key():

@@ -659,7 +659,10 @@ class JaggedTensor(Eager, metaclass=JaggedMeta):
     def from_dense_lengths(
         values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
     ) -> "JaggedTensor":
-        """The first ``lengths[i]`` of each row of values [B, W], and of weights [B, W]."""
+        """The first ``lengths[i]`` of each row of values [B, W], and of weights [B, W].
+
+        Raises ShapeError where there is not a length for each row, and on the host for one outside 0 to W.
+        """
         mask = _first(values, lengths)
         return JaggedTensor(values[mask], _masked(weights, mask), lengths)
 
@@ -727,10 +730,24 @@ class JaggedTensor(Eager, metaclass=JaggedMeta):
 
 @torch.fx.wrap
 def _first(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """True for the first ``lengths[i]`` columns of row i. Raises LengthTypeError."""
+    """True for the first ``lengths[i]`` columns of row i. Raises LengthTypeError, ShapeError."""
     if not torch.jit.is_scripting():
         check_integers(lengths, "lengths", "from_dense_lengths")
+        _check_rows(values, lengths)
     return torch.arange(values.size(1), device=values.device).unsqueeze(0) < lengths.unsqueeze(1)
+
+
+@torch.jit.unused
+def _check_rows(values: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Demand a length for each row of [B, W], and where the host knows the numbers none outside 0 to W."""
+    expected = tuple(values.shape[:2])
+    if lengths.shape != expected[:1] or len(expected) < 2:
+        raise ShapeError("a length for each row", got=tuple(lengths.shape), expected=expected, where="lengths")
+    if _is_traced() or type(lengths) not in _PLAIN or lengths.device.type != "cpu" or lengths.numel() == 0:
+        return
+    least, most = int(lengths.min()), int(lengths.max())
+    if least < 0 or most > expected[1]:
+        raise ShapeError("lengths do not cut the rows", got=(least, most), expected=(0, expected[1]), where="lengths")
 
 
 @torch.fx.wrap

@@ -82,6 +82,25 @@ strides_joined_unseen = patched(
     ),
     kills="PIPE-603",
 )
+rows_cut_short = patched(
+    "Lengths of dense rows are looked at from below alone.",
+    mutated("twinproof.pipeline.jagged:_check_rows", "least < 0 or most > expected[1]", "least < 0"),
+    kills="PIPE-712",
+)
+rows_below_zero = patched(
+    "Lengths of dense rows are looked at from above alone.",
+    mutated("twinproof.pipeline.jagged:_check_rows", "if least < 0 or most", "if most"),
+    kills="PIPE-712",
+)
+runs_of_any_sum = patched(
+    "Runs of features are held against the number of features by their sum alone.",
+    mutated(
+        "twinproof.pipeline.batches:KeyedJaggedTensor.dist_splits",
+        "(total(key_splits) > len(self._keys) or min(key_splits or [0]) < 0)",
+        "total(key_splits) > len(self._keys)",
+    ),
+    kills="PIPE-712",
+)
 sizes_kept_against_the_word = patched(
     "What is cut of a batch that was told to be of one size has sizes of its own.",
     mutated(
