@@ -18,7 +18,7 @@ from conformance.checkpoint.cases import FILE, INDEX, save
 from conformance.checkpoint.trainer import Counter, Fused, Renamed, Split, Trainer, alone, load
 from conformance.harness import assert_equal, assert_same_bytes, assert_same_tensors, raises, requirement, succeeds
 from twinproof.checkpoint import manager as manager_module
-from twinproof.errors import ConfigError, CorruptionError, MissingCheckpointError, PlanError
+from twinproof.errors import ConfigError, CorruptionError, MissingCheckpointError, MissingKeyError, PlanError
 
 # One process saves here, and torch's threads warn of it when they like.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -503,3 +503,45 @@ def test_steps_to_load(checkpoint: Any, tmp_path: Path) -> None:
                 manager.load(given)
         for step in (1, -1):
             assert_equal(manager.load(step), True, where=f"step {step}")
+
+
+class _Adapts:
+    """An adapter whose ways are these functions."""
+
+    def __init__(self, to_hf: Any = dict, from_hf: Any = dict) -> None:
+        self.to_hf, self.from_hf = to_hf, from_hf
+
+
+@requirement(
+    "CKPT-864",
+    "What is no adapter, a class and what maps one way among it, MUST be refused by name when a manager is made, and "
+    "not at the last save; so MUST be, when it is given, what one gives that is no state, or lacks names of the model.",
+)
+def test_adapters_that_are_none(checkpoint: Any, tmp_path: Path) -> None:
+    trainer, fresh = Trainer(1), Trainer(2)
+    one_way = _Adapts()
+    del one_way.from_hf
+    for given in (Renamed, one_way, object(), {"to_hf": dict, "from_hf": dict}, 0, False):
+        with raises(ConfigError, mentions=("not an adapter", "where: state_dict_adapter"), where=f"{given!r}"):
+            trainer.manager(checkpoint, tmp_path / "run", state_dict_adapter=given)
+    folder, in_hf = tmp_path / "hf", {"last_save_in_hf": True}
+    refused = raises(ConfigError, mentions=("state_dict_adapter.to_hf", "got: list"), where="a list to be saved")
+    with trainer.manager(checkpoint, folder, state_dict_adapter=_Adapts(to_hf=list), **in_hf) as manager, refused:
+        manager.save(1, last_step=True)
+    assert_equal(list(folder.glob("*")), [], where="what a save left that was refused")
+    save(checkpoint, trainer.weights(), tmp_path / "start")
+    name = sorted(fresh.weights())[-1]
+
+    def without(state: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in state.items() if key != name}
+
+    ways: list[tuple[type[Exception], str, Any]] = [
+        (ConfigError, "state_dict_adapter.to_hf", _Adapts(to_hf=list)),
+        (ConfigError, "state_dict_adapter.from_hf", _Adapts(from_hf=list)),
+        (MissingKeyError, "state_dict_adapter.from_hf", _Adapts(from_hf=without)),
+    ]
+    for kind, where, adapter in ways:
+        options = {"initial_load_path": tmp_path / "start", "state_dict_adapter": adapter}
+        refused = raises(kind, mentions=(f"where: {where}", "got: "), where=where)
+        with fresh.manager(checkpoint, tmp_path / "fresh", **options) as manager, refused:
+            load(manager)

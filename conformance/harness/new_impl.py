@@ -7,6 +7,7 @@ suite says at once what depends on it, and falls silent verb by verb.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import keyword
 import sys
 from pathlib import Path
@@ -135,12 +136,15 @@ def write(name: str, stem: str, folder: Path) -> Path:
     """Write the package ``folder/name``.
 
     Raises:
-        ValueError: a name that cannot be imported. FileExistsError: something is there.
+        ValueError: a name that cannot be imported, or that imports something else. FileExistsError: something is there.
     """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"not a name that Python can import: {name!r}")
     home, module, meaning, verbs = TEMPLATES[stem]
     package = folder / name
+    # It would be found in the place of torch, or of the library, by every command that runs in its folder.
+    if not package.exists() and importlib.util.find_spec(name) is not None:
+        raise ValueError(f"there is a module of this name, which the package would hide: {name!r}")
     package.mkdir(parents=True)
     facts = {"name": name, "stem": stem, "home": home, "module": module, "meaning": meaning}
     (package / "__init__.py").write_text(_INIT.format(**facts), encoding="utf-8")

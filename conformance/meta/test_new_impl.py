@@ -55,7 +55,8 @@ def test_a_new_package_is_short_and_fails_for_its_verbs(stem: str, tmp_path: Pat
 
 
 def test_names_that_cannot_be_imported_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("my-store", "class", "1st"):
+    # A package with the name of torch, of the library or of a module of Python would be found in its place.
+    for name in ("my-store", "class", "1st", "torch", "fastimpl", "queue", "sys"):
         assert cli.main(["new-impl", name, "--component", "kvstore", "--into", str(tmp_path)]) == 2
         assert name in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -329,6 +329,36 @@ def test_arguments_of_bags(pipeline: Any) -> None:
 
 
 @requirement(
+    "PIPE-685",
+    "What is no fused optimizer, one of torch's or what is false among them, and a handle or a seed that is none, MUST "
+    "be refused by that name by cut collections and table-batched bags, before a step.",
+)
+def test_optimizers_and_seeds(pipeline: Any) -> None:
+    table = pipeline.EmbeddingBagConfig(3, 4, "a")
+    collection = pipeline.EmbeddingBagCollection([table], device="meta")
+    parameter = torch.nn.Parameter(torch.zeros(1))
+
+    def cut(**given: Any) -> Any:
+        return pipeline.ShardedEmbeddingBagCollection(collection, {"a": pipeline.row_wise()}, **given)
+
+    def bags(**given: Any) -> Any:
+        return pipeline.TableBatchedEmbeddingBags([table], **given)
+
+    strange = (torch.optim.SGD([parameter], lr=0.1), pipeline.FusedOptimizer, "adam", 0, "", False)
+    wrong: list[tuple[str, Any, Any]] = [("optimizer", make, value) for make in (cut, bags) for value in strange]
+    wrong += [("in_backward", bags, value) for value in (strange[0], pipeline.FusedOptimizer(), 0, "")]
+    wrong += [("seed", cut, value) for value in ("x", 1.5, None, 2**64)]
+    for name, make, value in wrong:
+        with raises(ConfigError, mentions=(f"where: {name}", "got: "), where=f"{name}={value!r}"):
+            make(**{name: value})
+    with raises(ConfigError, mentions=("where: optimizer", "got: SGD"), where="a handle"):
+        pipeline.InBackwardOptimizer(strange[0])
+    for right in ({"optimizer": None, "seed": -1}, {"optimizer": pipeline.FusedOptimizer("sgd"), "seed": 2**63}):
+        with succeeds("a collection", where=str(right)):
+            cut(**right)
+
+
+@requirement(
     "PIPE-625",
     "What a schedule cannot do MUST be refused by its name whatever else is asked for, by name or by position: beside "
     "any other value of each other argument, beside all of them, and beside what is refused as well.",

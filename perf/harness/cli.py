@@ -109,6 +109,7 @@ def _import_tested(name: str) -> None:
 def _bench(words: list[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(words)
+    _refuse_unused(parser, arguments)
     folder = arguments.fs or (_SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
     if arguments.table or arguments.overlap is not None:
         if arguments.component != "pipeline":
@@ -176,6 +177,28 @@ def _bench(words: list[str]) -> int:
         write_evidence(evidence, arguments.json)
         print(f"evidence: {arguments.json}")
     return _verdict(outcomes) if arguments.gates else 0
+
+
+def _refuse_unused(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with 2 where an option would have no effect beside the others: whoever gave it waits for what never comes."""
+    judging = {
+        "--gates": arguments.gates,
+        "--only": arguments.only is not None,
+        "--gate": arguments.gate is not None,
+        "--no-repeat": arguments.no_repeat,
+        "--short or --form": arguments.form != parser.get_default("form"),
+        "--impl": arguments.impl != parser.get_default("impl"),
+        "--json": arguments.json is not None and not arguments.table,
+    }
+    unused = []
+    if arguments.table or arguments.overlap is not None:
+        unused = [f"{name}: --table and --overlap judge no gates" for name, given in judging.items() if given]
+    if arguments.stage_ms and arguments.overlap is None:
+        unused.append("--stage-ms: it is for --overlap")
+    if arguments.only is not None and arguments.gate is not None:
+        unused.append("--only: --gate is one gate and no other")
+    if unused:
+        parser.error(f"no effect has {'; '.join(unused)}")
 
 
 def _chosen(arguments: argparse.Namespace, gates: list[Gate], workloads: Mapping[str, Workload]) -> list[Gate]:

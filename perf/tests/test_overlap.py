@@ -85,6 +85,22 @@ def test_the_command_line_refuses_what_it_cannot_do(tmp_path: Path, capsys: pyte
         assert refused.value.code == 2
     assert main(["pipeline", "--overlap", str(tmp_path / "x"), "--stage-ms", "lookups=3"]) == 2
     assert "not a duration of a stage" in capsys.readouterr().err
+    shown = ["pipeline", "--overlap", str(tmp_path / "x")]
+    for name, words in {
+        "--stage-ms": ["pipeline", "--stage-ms", "lookup=3"],
+        "--gates": [*shown, "--gates"],
+        "--only": [*shown, "--only", "kv-get"],
+        "--gate": [*shown, "--gate", "kv-get"],
+        "--no-repeat": ["pipeline", "--table", "--no-repeat"],
+        "--short": ["pipeline", "--table", "--short"],
+        "--impl": [*shown, "--impl", "refimpl"],
+        "--json": [*shown, "--json", str(tmp_path / "x.json")],
+        "--only: --gate": ["--gate", "kv-get", "--only", "kv-set"],
+    }.items():
+        with pytest.raises(SystemExit) as refused:
+            main(words)
+        assert refused.value.code == 2
+        assert f"no effect has {name}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -60,6 +60,7 @@ from twinproof.errors import (
     ConfigError,
     CorruptionError,
     MissingCheckpointError,
+    MissingKeyError,
     PlanError,
     check_flags,
     check_kind,
@@ -297,7 +298,7 @@ class CheckpointManager:
                 exclude_from_loading=_names(exclude_from_loading),
                 durable=durable,
             )
-            self._adapter = state_dict_adapter
+            self._adapter = _adapter(state_dict_adapter)
             self._thread_count, self._verifies = check_count(thread_count, "thread_count"), verify_checksums
             self._parts = _modules(model)
             self._states = _named_states(self._parts, optimizers, check_states(states))
@@ -405,7 +406,7 @@ class CheckpointManager:
         state = self._model_state()
         if not self.policy.last_save_in_hf:
             return self._exported(state), self._native_writer(folder)
-        return state if self._adapter is None else self._adapter.to_hf(state), self._hf_writer(folder)
+        return self._to_hf(state), self._hf_writer(folder)
 
     def _saves_at(self, step: int, last_step: bool) -> bool:
         if not self.enable or self.policy.load_only:
@@ -608,18 +609,30 @@ class CheckpointManager:
         load_native(path, targets, lambda _, state: self._set_model(state), self._group)
 
     def _load_hf(self, path: Path) -> None:
-        adapter = self._adapter
-
-        def begun() -> tuple[State, Any]:
+        def begun() -> tuple[set[str], State, Any]:
             state, reader = self._model_state(), self._hf_reader(path)
-            targets = state if adapter is None else adapter.to_hf(state)
+            names, targets = set(state), self._to_hf(state)
             if any(isinstance(value, Unfilled) for value in targets.values()):
                 targets = with_memory(targets, reader.read_metadata(), rank_count_of(self._group))
-            return targets, reader
+            return names, targets, reader
 
-        targets, reader = together(begun, self._group)
+        names, targets, reader = together(begun, self._group)
         dcp.load(targets, storage_reader=reader, process_group=self._group)
-        together(lambda: self._set_model(targets if adapter is None else adapter.from_hf(targets)), self._group)
+        together(lambda: self._set_model(self._from_hf(targets, names)), self._group)
+
+    def _to_hf(self, state: State) -> State:
+        return state if self._adapter is None else _told(self._adapter.to_hf(state), "to_hf")
+
+    def _from_hf(self, targets: State, names: set[str]) -> State:
+        if self._adapter is None:
+            return targets
+        state = _told(self._adapter.from_hf(targets), "from_hf")
+        missing = sorted(names - state.keys())
+        if missing:
+            raise MissingKeyError(
+                "names of the model that the adapter did not give back", got=missing, where="state_dict_adapter.from_hf"
+            )
+        return state
 
     def _hf_reader(self, path: Path) -> Any:
         quantized = self.policy.initial_load_in_hf_quantized
@@ -659,6 +672,23 @@ def _modules(model: Any) -> list[torch.nn.Module]:
     if not all(isinstance(part, torch.nn.Module) for part in parts):
         raise ConfigError("not a model", got=type(model).__name__, expected="a module, or its parts", where="model")
     return parts
+
+
+def _adapter(given: Any) -> StateDictAdapter | None:
+    """Demand what maps both ways, and is no class: the last save would be the first to ask. Raises ConfigError."""
+    has_both = all(callable(getattr(given, verb, None)) for verb in ("to_hf", "from_hf"))
+    if given is not None and (isinstance(given, type) or not has_both):
+        got = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        expected = "an object with to_hf and from_hf"
+        raise ConfigError("not an adapter", got=got, expected=expected, where="state_dict_adapter")
+    result: StateDictAdapter | None = given
+    return result
+
+
+def _told(state: Any, verb: str) -> State:
+    check_kind(state, Mapping, f"state_dict_adapter.{verb}", "name -> tensor")
+    result: State = state
+    return result
 
 
 def _names(given: Any) -> tuple[str, ...]:

@@ -529,7 +529,7 @@ class TrackedSource(RowSource):
         return self._tracked.changes(table, since)
 
     def close(self) -> None:
-        """Give everything back; twice is harmless. Any other verb then raises StoreClosedError."""
+        """Give everything back; twice is harmless. Any verb that reads or writes rows then raises StoreClosedError."""
         self._tracked.close()
 
     def __exit__(

@@ -256,6 +256,8 @@ def check_given(
     tables: Sequence[EmbeddingConfig], *, optimizer: Any, in_backward: Any, weights: Any, device: Any
 ) -> None:
     """Demand arguments that do not take each other's place, and a tensor for each table. Raises ConfigError."""
+    if in_backward is not None:
+        check_kind(in_backward, InBackwardOptimizer, "in_backward", "an InBackwardOptimizer")
     pairs = (("in_backward", in_backward, "optimizer", optimizer), ("weights", weights, "device", device))
     for name, value, other, unused in pairs:
         if value is not None and unused is not None:
@@ -357,9 +359,14 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     Attributes:
         config: what was asked for; the learning rate of the moment is ``param_groups[0]["lr"]``.
         step_count: backward passes so far; Adam's step. It is an option of the group, so that a state dict has it.
+
+    Raises:
+        ConfigError: what is no FusedOptimizer.
     """
 
     def __init__(self, config: FusedOptimizer) -> None:
+        # One of torch's, which users have at hand, is none that a backward can run.
+        check_kind(config, FusedOptimizer, "optimizer", f"FusedOptimizer(kind), of {', '.join(FUSED_OPTIMIZERS)}")
         super().__init__([torch.nn.Parameter(torch.zeros(0, device="cpu"))], {"lr": config.lr, "step_count": 0})
         self.config = config
 

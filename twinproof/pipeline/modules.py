@@ -212,7 +212,8 @@ class TableBatchedEmbeddingBags(BoundToLookup):
         check_given(self.tables, optimizer=optimizer, in_backward=in_backward, weights=weights, device=device)
         self.feature_tables = [i for i, table in enumerate(self.tables) for _ in table.feature_names]
         self._counts = in_backward is None
-        self.fused_optimizer = in_backward or InBackwardOptimizer(optimizer or FusedOptimizer())
+        chosen = FusedOptimizer() if optimizer is None else optimizer
+        self.fused_optimizer = InBackwardOptimizer(chosen) if in_backward is None else in_backward
         # Of every table alike, and asked for in every step.
         self._state_names = tuple(self.fused_optimizer.config.state_widths(1))
         for index, table in enumerate(self.tables):

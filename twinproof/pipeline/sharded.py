@@ -49,6 +49,7 @@ from twinproof.pipeline.sharding import (
     Shard,
     ShardedContext,
     TableSharding,
+    check_seed,
     initial_shard,
     settle_buckets,
 )
@@ -513,6 +514,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             raise UnsupportedError(
                 "not a collection that is cut here", got=type(module).__name__, expected=expected, where="module"
             )
+        check_seed(seed)
         self.feature_processors = position_processors(module._feature_processors) if processed else None
         self.tables, self.bounds_check = tuple(collection.embedding_bag_configs()), check_bounds_kind(bounds_check)
         self.process_group = process_group
@@ -844,4 +846,5 @@ def _optimizer_of(collection: Any, tables: Sequence[Any], optimizer: FusedOptimi
         raise ConfigError(
             "an optimizer here, and another that the tables carry", got=(optimizer, carried), where="optimizer"
         )
-    return optimizer or carried or FusedOptimizer()
+    chosen = carried if optimizer is None else optimizer
+    return FusedOptimizer() if chosen is None else chosen

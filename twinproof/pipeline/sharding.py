@@ -5,6 +5,7 @@ All of it is a pure function of the tables, the plan and the ranks, so that each
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -585,6 +586,12 @@ class Exchange(Protocol):
 
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's value, from +0 in ascending rank."""
+
+
+def check_seed(seed: Any) -> None:
+    """Demand a seed as a store takes it: a fraction would make other weights than any number. Raises ConfigError."""
+    if not hasattr(seed, "__index__") or not -(2**63) <= operator.index(seed) < 2**64:
+        raise ConfigError("not a seed", got=seed, expected="an int of 64 bits", where="seed")
 
 
 def initial_shard(table: EmbeddingBagConfig, index: int, shard: Shard, seed: int) -> torch.Tensor:

@@ -67,6 +67,30 @@ weights_too_many = patched(
     kills="PIPE-521",
 )
 
+anything_steps_in_the_backward = patched(
+    "What is no fused optimizer passes for one, until its learning rate is asked for.",
+    mutated(
+        "twinproof.pipeline.config:InBackwardOptimizer.__init__",
+        "check_kind(config, FusedOptimizer,",
+        "check_kind(config, object,",
+    ),
+    kills="PIPE-685",
+)
+false_is_no_optimizer = patched(
+    "An optimizer that is false is passed over, and the default one taken.",
+    mutated(
+        "twinproof.pipeline.sharded:_optimizer_of",
+        "carried if optimizer is None else optimizer",
+        "optimizer or carried",
+    ),
+    kills="PIPE-685",
+)
+seeds_of_more_bits = patched(
+    "A seed may have more bits than 64, which are dropped.",
+    mutated("twinproof.pipeline.sharding:check_seed", "2**64", "2**65"),
+    kills="PIPE-685",
+)
+
 masters_are_no_tables = patched(
     "Of an optimizer with masters, the masters are taken for all that it trains.",
     mutated(
