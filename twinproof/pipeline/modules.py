@@ -212,8 +212,7 @@ class TableBatchedEmbeddingBags(BoundToLookup):
         check_given(self.tables, optimizer=optimizer, in_backward=in_backward, weights=weights, device=device)
         self.feature_tables = [i for i, table in enumerate(self.tables) for _ in table.feature_names]
         self._counts = in_backward is None
-        chosen = FusedOptimizer() if optimizer is None else optimizer
-        self.fused_optimizer = InBackwardOptimizer(chosen) if in_backward is None else in_backward
+        self.fused_optimizer = in_backward or InBackwardOptimizer(FusedOptimizer() if optimizer is None else optimizer)
         # Of every table alike, and asked for in every step.
         self._state_names = tuple(self.fused_optimizer.config.state_widths(1))
         for index, table in enumerate(self.tables):
