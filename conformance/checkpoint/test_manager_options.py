@@ -250,8 +250,9 @@ def test_not_enabled(checkpoint: Any, tmp_path: Path) -> None:
 
 @requirement(
     "CKPT-766",
-    "Steps that are no whole numbers from 0, states that are named as parameters, and pinned memory without an "
-    "accelerator MUST be refused by name, and nothing be made or loaded; two names of one option may agree.",
+    "Steps that are no whole numbers from 0, states that are named as parameters, to save_training also as what it "
+    "names itself, and pinned memory without an accelerator MUST be refused by name, and nothing be made or loaded; "
+    "two names of one option may agree.",
 )
 def test_refused_by_managers(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(1)
@@ -269,6 +270,10 @@ def test_refused_by_managers(checkpoint: Any, tmp_path: Path, monkeypatch: pytes
         for verb in (lambda: manager.save(3), manager.load):
             with raises(PlanError, mentions=("name of a parameter", "0.weight"), where="a name of both"):
                 verb()
+    for name in ("0.weight", "optimizer", "train_state"):
+        with raises(PlanError, mentions=(f"['{name}']", "where: states"), where=f"save_training, {name}"):
+            checkpoint.save_training(tmp_path / "one", late.model, late.optimizer, 1, states={name: Counter()})
+    assert_equal((tmp_path / "one").exists(), False, where="what save_training made")
     assert_same_tensors(late.weights(), before, where="weights")
     assert_equal(sorted(path.name for path in tmp_path.rglob("step-*")), ["step-2"], where="what is there")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

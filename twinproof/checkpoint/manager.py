@@ -34,6 +34,7 @@ from twinproof.checkpoint.native import (
     CheckpointFormat,
     NativeStorageWriter,
     State,
+    beside,
     check_stateful,
     check_states,
     detect_format,
@@ -61,7 +62,6 @@ from twinproof.errors import (
     CorruptionError,
     MissingCheckpointError,
     MissingKeyError,
-    PlanError,
     check_flags,
     check_kind,
     sendable,
@@ -504,12 +504,7 @@ class CheckpointManager:
 
     def _full_state(self, without: Sequence[str]) -> State:
         # As torchtitan's: names of the model stand beside the other states.
-        state = self._model_state()
-        others = {name: value for name, value in self._states.items() if name not in without}
-        taken = sorted(state.keys() & others.keys())
-        if taken:
-            raise PlanError("a state has the name of a parameter", got=taken, where="states")
-        return {**state, **others}
+        return beside(self._model_state(), {name: value for name, value in self._states.items() if name not in without})
 
     # Loading.
 

@@ -64,6 +64,7 @@ __all__ = [
     "NativeStorageWriter",
     "OptimizerStates",
     "State",
+    "beside",
     "check_stateful",
     "check_states",
     "detect_format",
@@ -469,6 +470,14 @@ def merged(dicts: Any) -> State:
     return result
 
 
+def beside(state: State, others: State) -> State:
+    """Both, which have no name in common: one would be saved in the other's place. Raises PlanError."""
+    taken = sorted(state.keys() & others.keys())
+    if taken:
+        raise PlanError("a state has the name of a parameter, or of another state", got=taken, where="states")
+    return {**state, **others}
+
+
 def check_states(states: Mapping[str, Any] | None) -> State:
     """The states that were given, if any. Raises ConfigError for what has no names, an empty list too."""
     check_kind({} if states is None else states, Mapping, "states", "name -> object with state_dict")
@@ -503,7 +512,7 @@ def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, An
     if type(step) is not int or step < 0:
         raise ConfigError("not a step", got=step, expected="an int >= 0", where="step")
     own = {"optimizer": optimizer_states(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
-    return parts, merged([*map(get_model_state_dict, parts), own, others])
+    return parts, beside(beside(merged(map(get_model_state_dict, parts)), own), others)
 
 
 def save_training(

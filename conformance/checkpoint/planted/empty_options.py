@@ -27,7 +27,7 @@ empty_path_is_none = patched(
 )
 false_adapter_is_none = patched(
     "An adapter that is false counts as none given.",
-    mutated(f"{_MANAGER}._to_save", "state if self._adapter is None", "state if not self._adapter"),
+    mutated(f"{_MANAGER}._to_hf", "state if self._adapter is None", "state if not self._adapter"),
     kills="CKPT-744",
 )
 false_states_left_out = patched(

@@ -111,7 +111,7 @@ steps_of_any_type = patched(
 
 states_over_parameters = patched(
     "A state takes the place of the parameter whose name it has.",
-    mutated(f"{_MANAGER}:CheckpointManager._full_state", "if taken:", "if False:"),
+    mutated("twinproof.checkpoint.native:beside", "if taken:", "if False:"),
     kills="CKPT-766",
 )
 
