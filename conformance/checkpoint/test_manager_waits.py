@@ -294,6 +294,26 @@ def test_loaded_during_a_deletion(checkpoint: Any, tmp_path: Path, monkeypatch: 
     assert_equal(sorted(look(folder)), ["step-3"], where="after the load")
 
 
+@requirement(
+    "CKPT-855",
+    "An old checkpoint that was moved elsewhere and is linked to MUST be let go by retention as any other: the link "
+    "goes, without a trace, and what it led to stays whole.",
+)
+def test_linked_checkpoint(checkpoint: Any, tmp_path: Path) -> None:
+    trainer, folder = Trainer(1), tmp_path / "run"
+    with trainer.manager(checkpoint, folder, interval=1, keep_latest_k=1) as manager:
+        trainer.step()
+        manager.save(1)
+        os.rename(folder / "step-1", tmp_path / "archive")
+        os.symlink(tmp_path / "archive", folder / "step-1")
+        content = sorted(os.listdir(tmp_path / "archive"))
+        trainer.step()
+        manager.save(2)
+    assert_equal(os.listdir(folder), ["step-2"], where="the manager's folder")
+    left = os.listdir(tmp_path / "archive") if (tmp_path / "archive").exists() else []
+    assert_equal(sorted(left), content, where="what was moved")
+
+
 @requirement("CKPT-705", "What a load found that then failed MUST be deleted by later saves as any other checkpoint.")
 def test_let_go_by_a_load_that_failed(checkpoint: Any, tmp_path: Path) -> None:
     def fails() -> None:

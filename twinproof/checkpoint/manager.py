@@ -859,6 +859,10 @@ class _Cleaner:
         for name in os.listdir(self.folder):
             if _DELETED.fullmatch(name):
                 try:
-                    shutil.rmtree(self.folder / name)
+                    if (self.folder / name).is_symlink():
+                        # What somebody moved elsewhere and linked to is theirs to keep.
+                        os.unlink(self.folder / name)
+                    else:
+                        shutil.rmtree(self.folder / name)
                 except OSError as error:
                     logger.warning("%s could not be deleted: %s", self.folder / name, error)

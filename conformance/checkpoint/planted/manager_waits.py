@@ -110,3 +110,19 @@ initial_folder_of_the_moment = patched(
     ),
     kills="CKPT-863",
 )
+
+links_are_folders = patched(
+    "A checkpoint that is a link is deleted as a folder is, which cannot be done.",
+    mutated("twinproof.checkpoint.manager:_Cleaner._clean", "(self.folder / name).is_symlink()", "False"),
+    kills="CKPT-855",
+)
+
+what_links_lead_to_is_deleted = patched(
+    "Retention deletes what a link leads to.",
+    mutated(
+        "twinproof.checkpoint.manager:_Cleaner._clean",
+        "os.unlink(self.folder / name)",
+        "shutil.rmtree(os.path.realpath(self.folder / name)); os.unlink(self.folder / name)",
+    ),
+    kills="CKPT-855",
+)
