@@ -24,12 +24,16 @@ from twinproof.optimizers import AdamHyper
 
 __all__ = ["HostStep"]
 
+# Gradient, float32 weight, moments (the last may be None), and the weight that it is rounded into, or None.
+Row = tuple[Any, ...]
+
 
 @dataclass
 class _Work:
     """One chunk of a step: what moves, and where it lies in a slot.
 
     The slot holds gradients, then weights. ``down_bytes`` of it come down: the weights without a master are first.
+    ``stepped`` are the numbers of the updates whose arithmetic is done.
     """
 
     chunk: Chunk
@@ -37,6 +41,7 @@ class _Work:
     layout: SlabLayout = field(default_factory=SlabLayout)
     up_begin: int = 0
     down_bytes: int = 0
+    stepped: list[int] = field(default_factory=list)
 
     def lay_out(self) -> None:
         """Give everything that moves its place in a slot."""
@@ -100,8 +105,10 @@ class HostStep:
         if not self.engine.stands_for_device:
             # Gradients and weights are in host memory as they are.
             for work in works:
-                self._update(work, [(update.grad, update.weight) for update in work.updates])
-                self._took(work)
+                try:
+                    self._update(work, [(update.grad, update.weight) for update in work.updates])
+                finally:
+                    self._took(work)
             return
         for work in works:
             work.lay_out()
@@ -112,8 +119,13 @@ class HostStep:
         for number, work in enumerate(works):
             slot = number % count
             self._await(slot)
-            self._update(work, work.views(self._host[slot]))
-            self._send_up(work, slot, device[slot])
+            try:
+                self._update(work, work.views(self._host[slot]))
+                self._send_up(work, slot, device[slot])
+            except BaseException:
+                # An interrupt. Weights belong to their moments, which are those of after the step.
+                self._send_up(work, slot, device[slot])
+                raise
             if number + count < len(works):
                 self._send_down(works[number + count], slot, device[slot])
 
@@ -166,39 +178,65 @@ class HostStep:
             engine.record(self._sent, self._in)
         counts.h2d_bytes += end - begin
         engine.wait(engine.current(), self._arrived[slot])
-        unpack([update.weight for update in work.updates], device, work.weight_offsets)
+        offsets, stepped = work.weight_offsets, sorted(work.stepped)
+        unpack([work.updates[i].weight for i in stepped], device, [offsets[i] for i in stepped])
         self._took(work)
 
     def _took(self, work: _Work) -> None:
         if self.plan.masters is not None:
-            for update in work.updates:
+            for update in (work.updates[i] for i in work.stepped):
                 if update.has_master:
                     self.plan.masters.took(update.bundle.param)
 
     def _update(self, work: _Work, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The arithmetic of one chunk: one call for all parameters that share hyperparameters, states and dtypes."""
+        """The arithmetic of one chunk: one call for all parameters that share hyperparameters, states and dtypes.
+
+        Where it is interrupted, ``work.stepped`` says what is done, and counters are those of what is not.
+        """
         optimizer, memory = self.plan.optimizer, work.chunk.memory
-        calls: dict[Any, tuple[AdamHyper, list[tuple[torch.Tensor | None, ...]]]] = {}
-        for update, (grad, weight) in zip(work.updates, pairs, strict=True):
-            bundle = update.bundle
+        calls: dict[Any, tuple[AdamHyper, list[Row], list[int]]] = {}
+        counters: list[tuple[torch.Tensor, float]] = []
+        try:
+            for number, (update, (grad, weight)) in enumerate(zip(work.updates, pairs, strict=True)):
+                bundle = update.bundle
 
-            def home(name: str, bundle: Any = bundle) -> torch.Tensor:
-                return view_of(memory, bundle.places[name], bundle.offset_bytes)
+                def home(name: str, bundle: Any = bundle) -> torch.Tensor:
+                    return view_of(memory, bundle.places[name], bundle.offset_bytes)
 
-            prepare_states(optimizer, update, home)
-            master = local_of(bundle.param.detach()) if update.has_master else weight
-            rounded = weight if update.has_master else None
-            hyper = update.advance(optimizer)
-            first, second, largest = update.states(optimizer)
-            # By identity, which is cheap: equal ones that are not the same only make another call.
-            key = (id(hyper), grad.dtype, largest is None, None if rounded is None else rounded.dtype)
-            _, rows = calls.setdefault(key, (hyper, []))
-            rows.append((grad, master, first, second, largest, rounded))
-        for hyper, rows in calls.values():
-            _step_rows(hyper, rows)
+                prepare_states(optimizer, update, home)
+                counter = optimizer.state[bundle.param]["step"]
+                counters.append((counter, float(counter)))
+                master = local_of(bundle.param.detach()) if update.has_master else weight
+                rounded = weight if update.has_master else None
+                hyper = update.advance(optimizer)
+                first, second, largest = update.states(optimizer)
+                # By identity, which is cheap: equal ones that are not the same only make another call.
+                key = (id(hyper), grad.dtype, largest is None, None if rounded is None else rounded.dtype)
+                _, rows, numbers = calls.setdefault(key, (hyper, [], []))
+                rows.append((grad, master, first, second, largest, rounded))
+                numbers.append(number)
+            for hyper, rows, numbers in calls.values():
+                self._step_rows(work, hyper, rows, numbers)
+        except BaseException:
+            for number in set(range(len(counters))).difference(work.stepped):
+                counter, count = counters[number]
+                counter.fill_(count)
+            raise
+
+    def _step_rows(self, work: _Work, hyper: AdamHyper, rows: list[Row], numbers: list[int]) -> None:
+        # An interrupt that comes while the library is at work is raised when it has returned, before anything is noted.
+        # One element more, with a gradient of 1, tells whether that was done.
+        moment = torch.zeros((), device="cpu", dtype=torch.float32)
+        witness = [None if each is None else torch.zeros_like(moment, dtype=each.dtype) for each in rows[0]]
+        witness[0], witness[2] = torch.ones_like(moment, dtype=rows[0][0].dtype), moment
+        try:
+            _step_rows(hyper, [*rows, tuple(witness)])
+        finally:
+            if float(moment):
+                work.stepped += numbers
 
 
-def _step_rows(hyper: AdamHyper, rows: list[tuple[torch.Tensor | None, ...]]) -> None:
+def _step_rows(hyper: AdamHyper, rows: list[Row]) -> None:
     is_native = ops.available()
     fitting = [row for row in rows if is_native and _have_one_order(row)]
     if fitting:
@@ -208,10 +246,10 @@ def _step_rows(hyper: AdamHyper, rows: list[tuple[torch.Tensor | None, ...]]) ->
         return
     for row in rows:
         if not (is_native and _have_one_order(row)):
-            adam_step(hyper, *row)  # type: ignore[arg-type]
+            adam_step(hyper, *row)
 
 
-def _have_one_order(row: tuple[torch.Tensor | None, ...]) -> bool:
+def _have_one_order(row: Row) -> bool:
     # Weights of 8 bits are rounded by torch, which knows how.
     if row[-1] is not None and row[-1].dtype not in GRADIENTS:
         return False

@@ -148,13 +148,15 @@ class StreamedTransfers:
         try:
             self._update(chunk.layout.params, arithmetic)
         finally:
-            # Nobody looks before the copy out is queued: what lies at its place can be bound to where it goes.
-            is_bound = self._hide_as_planned(chunk, slot)
-            if not is_bound:
+            # Bound to where it goes once it is on its way: what an interrupt keeps from leaving is still in the slot.
+            bound = self._in_slot(chunk, slot)
+            if bound is None:
                 self._gather(chunk, slot)
             self._send(chunk, slot, compute)
-            if not is_bound:
+            if bound is None:
                 self._settle_down(chunk)
+            else:
+                chunk.layout.bind(self.plan.optimizer, bound)
             self._last_uses[number % len(self._slots)] = chunk.home
 
     def _gather(self, chunk: Chunk, slot: torch.Tensor) -> None:
@@ -179,10 +181,10 @@ class StreamedTransfers:
         engine, host = self.engine, chunk.host
         engine.record(self._edge, compute)
         engine.wait(self._out, self._edge)
+        chunk.is_leaving = True
         with engine.on(self._out):
             engine.copy(host, slot[: chunk.size_bytes])
             engine.record(chunk.home, self._out)
-        chunk.is_leaving = True
         self.plan.counts.d2h_bytes += chunk.size_bytes
 
     def _settle_down(self, chunk: Chunk) -> None:
@@ -415,9 +417,10 @@ class StreamedTransfers:
                 engine.copy(chunk.host, block)
                 engine.keep(block, self._out)
             engine.record(chunk.home, self._out)
+            # Before it is bound: who looks behind an interrupt has to wait.
+            chunk.is_leaving = True
             layout.bind(self.plan.optimizer, bound)
             layout.here = None
-            chunk.is_leaving = True
             self.plan.counts.d2h_bytes += layout.payload_bytes
         return True
 
@@ -429,13 +432,10 @@ class StreamedTransfers:
         chunk.layout.bind(self.plan.optimizer, bound, chunk.layout.views(slot[: chunk.size_bytes]))
         return True
 
-    def _hide_as_planned(self, chunk: Chunk, slot: torch.Tensor) -> bool:
-        """Bind a chunk to host memory; False, and nothing done, if not everything lies at its place in the slot."""
+    def _in_slot(self, chunk: Chunk, slot: torch.Tensor) -> BoundTensors | None:
+        """What is bound, if all of it lies at its place in the slot; else None."""
         bound = chunk.layout.look(self.plan.optimizer) if chunk.layout.is_small else None
-        if bound is None or not chunk.layout.is_in(bound, slot):
-            return False
-        chunk.layout.bind(self.plan.optimizer, bound)
-        return True
+        return bound if bound is not None and chunk.layout.is_in(bound, slot) else None
 
     def _bring_as_planned(self, chunk: Chunk) -> bool:
         """The inverse, on the current stream; False, and nothing done, if not everything is home."""

@@ -430,18 +430,18 @@ class Update:
 
     def advance(self, optimizer: Optimizer) -> AdamHyper:
         """Count a step, as torch does, and say with which numbers it is to be made."""
-        count = optimizer.state[self.bundle.param]["step"]
-        count += 1
-        group = self.group
-        return AdamHyper.of(
+        count, group = optimizer.state[self.bundle.param]["step"], self.group
+        hyper = AdamHyper.of(
             lr=float(group["lr"]),
             betas=tuple(group["betas"]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=float(count),
+            step=float(count + 1),
             decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
             maximize=group["maximize"],
         )
+        count += 1
+        return hyper
 
 
 def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterWeights | None) -> list[Update]:
@@ -1049,12 +1049,12 @@ def _take_over(plan: MovePlan, state_dict: dict[str, Any], states: dict[Any, dic
             del group[key]
         group.update(options)
         for param in group["params"]:
-            optimizer.state.pop(param, None)
+            # Made before the old ones go: where memory is short they stay.
+            made = {n: _settled(plan, group, n, value, moves=param in selected) for n, value in states[param].items()}
             if states[param]:
-                optimizer.state[param] = {
-                    name: _settled(plan, group, name, value, moves=param in selected)
-                    for name, value in states[param].items()
-                }
+                optimizer.state[param] = made
+            else:
+                optimizer.state.pop(param, None)
     held: dict[Any, Any] = optimizer.state
     for key in [key for key in held if not isinstance(key, torch.Tensor)]:
         del held[key]

@@ -623,7 +623,11 @@ class MasterWeights:
             raise
         finally:
             self._waiting = None
-            self._note_now(written)
+            try:
+                self._note_now(written)
+            except BaseException:  # An interrupt here, too.
+                self._note_now(written)
+                raise
 
     def _note(self, master: torch.Tensor) -> None:
         if self._waiting is None:
@@ -639,8 +643,11 @@ class MasterWeights:
             _, noted, before = groups.setdefault(id(kin) if len(kin) > 1 else id(master), (kin, set(), set()))
             noted.add(master)
             before.add(self._versions.get(master))
+        found: dict[torch.Tensor, Any] = {}
         for kin, noted, before in groups.values():
             # Parameters that are views of one tensor count their writes together.
             for each in kin:
                 if each in noted or self._versions[each] in before:
-                    self._versions[each] = version_of(self.pairs[each])
+                    found[each] = version_of(self.pairs[each])
+        # All at once: what was known of some says which others are to be noted.
+        self._versions.update(found)
