@@ -436,7 +436,8 @@ class Update:
             betas=tuple(group["betas"]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=float(count + 1),
+            # Below 2**24 the sum is the same in float32, and needs no tensor.
+            step=before + 1 if (before := float(count)) < 1 << 24 else float(count + 1),
             decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
             maximize=group["maximize"],
         )
@@ -1043,8 +1044,7 @@ def _take_over(plan: MovePlan, state_dict: dict[str, Any], states: dict[Any, dic
     optimizer, selected = plan.optimizer, {bundle.param for bundle in plan.bundles}
     for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         options = {key: copied(value) for key, value in other.items() if key != "params"}
-        # As with torch's load, what the saved group does not have goes: a scheduler's initial_lr, for instance. Names
-        # of the parameters stay.
+        # As with torch's load, what the saved group lacks goes, a scheduler's initial_lr too; parameters' names stay.
         for key in group.keys() - options.keys() - optimizer.defaults.keys() - {"params", "param_names"}:
             del group[key]
         group.update(options)
