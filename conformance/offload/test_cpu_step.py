@@ -280,6 +280,31 @@ def test_cpu_parameters(offload: Any) -> None:
             assert_same_tensor(param.detach(), weight, where=f"after {number} steps")
 
 
+@requirement(
+    "OPT-581",
+    "A step on the CPU MUST count in float32 as torch does, and correct its averages by that count, also where the "
+    "count no longer moves, at 2**24.",
+)
+def test_counts_of_float32(offload: Any) -> None:
+    # Of these betas the corrections of neighbours of 2**24 differ in float32.
+    betas, first_step = (0.9, 1 - 2.0**-26), (1 << 24) - 3
+    param = torch.nn.Parameter(values((33, 7), 1))
+    weight, first, second = param.detach().clone(), torch.zeros(33, 7), torch.zeros(33, 7)
+    optimizer = torch.optim.AdamW([param], lr=0.1, betas=betas)
+    with offload.OptimizerStateOffloader(optimizer, step_device="cpu"):
+        optimizer.state[param].update(
+            step=torch.tensor(float(first_step)), exp_avg=first.clone(), exp_avg_sq=second.clone()
+        )
+        for number in range(first_step + 1, first_step + 7):
+            param.grad = values((33, 7), number)
+            optimizer.step()
+            count = min(number, 1 << 24)
+            hyper = AdamHyper.of(lr=0.1, betas=betas, eps=1e-8, weight_decay=0.01, step=count, decoupled=True)
+            adam_step(hyper, param.grad, weight, first, second)
+            assert_equal(float(optimizer.state[param]["step"]), float(count), where=f"the count of step {number}")
+            assert_same_tensor(param.detach(), weight, where=f"after step {number}")
+
+
 @requirement("OPT-210", "Steps on the CPU MUST be right in any order that their edges allow, with any number of slots.")
 def test_edges(offload: Any, device: str) -> None:
     for halves, slots, seed in ((False, 1, None), (True, 2, 1), (False, 2, None), (True, 3, 2)):

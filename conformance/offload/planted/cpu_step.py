@@ -47,6 +47,17 @@ def cpu_weights_cut_off(original: Any, hyper: Any, *lists: Sequence[torch.Tensor
             weight.copy_(torch.where(master.isnan(), weight, bits))
 
 
+counted_beyond_float32 = patched(
+    "A step on the CPU counts on where float32 no longer does.",
+    mutated(
+        "twinproof.offload.driver:Update.advance",
+        "before + 1 if (before := float(count)) < 1 << 24 else float(count + 1)",
+        "float(count) + 1",
+    ),
+    kills="OPT-581",
+)
+
+
 @fault(kills="OPT-205", at="twinproof.offload.driver:_in_order")
 def cpu_weights_decayed_before_checks(original: Any, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A step that is refused has already decayed the weights."""
