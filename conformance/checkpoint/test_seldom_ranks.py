@@ -7,6 +7,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -195,7 +196,8 @@ def _over_new_groups(rank: Rank, path: str) -> None:
     manager.save(1)
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank.rank, world_size=rank.world_size)
+    meeting, limit = f"file://{path}/meeting", timedelta(hours=5)
+    dist.init_process_group("gloo", meeting, limit, rank.world_size, rank.rank)
     for name, act in {"save": partial(manager.save, 2), "load": manager.load}.items():
         with raises(ConfigError, mentions=("process group", "init_process_group"), where=name):
             act()
@@ -203,6 +205,8 @@ def _over_new_groups(rank: Rank, path: str) -> None:
         dcp.save({"w": torch.ones(2)}, storage_writer=writers[0])
         groups = dist.distributed_c10d._world.pg_map
         assert_equal(writers[0].group in groups, True, where="a group of the new ones")
+        waits = writers[0].group._get_backend(torch.device("cpu")).options._timeout
+        assert_equal(waits, limit, where="how long the group waits for a rank that writes")
         for each in (*writers, manager) * 2:
             each.close()
         assert_equal(len(groups), 1, where="groups that are left")
@@ -212,7 +216,8 @@ def _over_new_groups(rank: Rank, path: str) -> None:
 @requirement(
     "CKPT-862",
     "Where the program has destroyed its default group and made it anew, a writer MUST save over a group of the new "
-    "ones, a manager MUST refuse to save and load, by name, and both MUST be closed without an error.",
+    "ones, which waits for a rank as long as that, a manager MUST refuse to save and load, by name, and both MUST be "
+    "closed without an error.",
 )
 def test_groups_made_anew(impl: ModuleType, tmp_path: Path) -> None:
     # Of its own: these ranks have another group in the end.

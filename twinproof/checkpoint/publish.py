@@ -17,13 +17,15 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from twinproof.checkpoint.catalog import CHECKSUMS_KEY, read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, is_checkpoint_name
@@ -445,10 +447,22 @@ def own_group() -> dist.ProcessGroup:
     """A group of all ranks for messages of the CPU, connected on every rank when it is returned on any.
 
     ``dist.new_group`` returns on a rank while others still connect to it: they would fail if it ended the group first.
+    It waits as long as the default group, and at least as long as any group of torch's: ranks may write for hours.
     """
-    made: dist.ProcessGroup = dist.new_group(backend="gloo")
+    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_patience())
     dist.barrier(made)
     return made
+
+
+def _patience() -> timedelta:
+    """The limit of the default group, which torch tells of its backends alone, or torch's own where that is longer."""
+    world: Any = dist.group.WORLD
+    found = [default_pg_timeout]
+    for device in world._device_types:
+        # Not every backend has options.
+        with suppress(AttributeError, RuntimeError):
+            found.append(world._get_backend(device).options._timeout)
+    return max(found)
 
 
 def is_gone(group: dist.ProcessGroup | None) -> bool:

@@ -170,6 +170,11 @@ closed_without_a_look_at_the_group = patched(
     mutated("twinproof.checkpoint.publish:end_group", "group is not None and not is_gone(group)", "group is not None"),
     kills="CKPT-862",
 )
+ranks_waited_for_as_torch_does = patched(
+    "The group of a writer waits for ranks as long as torch does that was told nothing.",
+    mutated("twinproof.checkpoint.publish:_patience", "max(found)", "default_pg_timeout"),
+    kills="CKPT-862",
+)
 saved_over_a_group_that_is_gone = patched(
     "A writer goes on over the group that it made before.",
     mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.set_up_storage_writer", "is_gone(self.group)", "False"),
