@@ -6,6 +6,7 @@ import inspect
 import warnings
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,11 @@ def test_refusals(offload: Any, device: str) -> None:
             assert_equal("step" in vars(optimizer), False, where="step taken over")
         with raises(ConfigError, mentions=("bfloat16", "master_weights")):
             attach(torch.optim.AdamW(halves))
+        wrapper: Any = SimpleNamespace(optimizer=torch.optim.AdamW(params), fp32_from_float16_groups=[params])
+        for masters, told in ((None, "None"), (offload.MasterWeights(halves), "given")):
+            said = ("masters itself", "step_device='cpu'", f"master_weights={told}")
+            with raises(ConfigError, mentions=said, where=f"a wrapper with masters, master_weights {told}"):
+                attach(wrapper, master_weights=masters)
         optimizer = torch.optim.AdamW(params)
         attach(optimizer)
         with raises(OffloadConflictError, mentions=("AdamW", "OptimizerStateOffloader")):
