@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +327,29 @@ def test_values_of_options(impl: Any, checkpoint: Any, tmp_path: Path, capsys: p
             code, facts = _run_here(impl, capsys, "consolidate", shards, out + size, f"--max-shard-size={size}")
         found = len(list(Path(out + size).glob("model-*.safetensors")))
         assert_equal((code, facts["ok"], found), (0, True, file_count), where=where)
+
+
+@requirement(
+    "CKPT-856",
+    "A command of the shell whose reader has gone, as behind a pipe to head, MUST end with status 141 and say nothing "
+    "of it, whether the output is large or small.",
+    needs=NEEDS,
+)
+@pytest.mark.parametrize("tensor_count", [1, 2000])
+def test_readers_that_have_gone(
+    impl: Any, checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, tensor_count: int
+) -> None:
+    main = importlib.import_module(f"{impl.__name__}.checkpoint.__main__").main
+    save(checkpoint, {f"tensor {i}": torch.ones(1) for i in range(tensor_count)}, tmp_path / "ck")
+    for words in (["inspect"], ["verify"], ["inspect", "--json"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        output, where = os.fdopen(writer, "w", encoding="utf-8"), f"{words}, {tensor_count} tensors"
+        with monkeypatch.context() as patch, succeeds("the command", where=where):
+            patch.setattr(sys, "stdout", output)
+            code = main([words[0], str(tmp_path / "ck"), *words[1:]])
+        # What is left is written now, if that still goes to the pipe.
+        with suppress(BrokenPipeError):
+            output.close()
+        said = capsys.readouterr().err
+        assert_equal((code, "ipe" in said), (141, False), where=f"{where}: {said[-300:]}")

@@ -2,7 +2,8 @@
 
 ``python -m fastimpl.checkpoint inspect|verify|diff|consolidate|clean PATH``, or ``twinproof checkpoint ...``.
 Results go to standard output, progress and errors to standard error. Exit status 0 when all is well, 1 when the
-checkpoint is not or two differ, 2 for wrong arguments and where a comparison could not be made, 130 if interrupted.
+checkpoint is not or two differ, 2 for wrong arguments and where a comparison could not be made, 130 if interrupted,
+141, as of any command, where whoever read the output has gone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -228,10 +231,25 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--max-shard-size", type=_named(_size), help="bytes, or such as 5GB")
     options = parser.parse_args(argv)
     try:
+        status = _run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has gone, as ``head`` does. What is left of it goes nowhere, when Python ends too.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
         result = options.action(options)
     except KeyboardInterrupt:
         print("interrupted; nothing half-written is visible", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
     except (TwinproofError, OSError) as error:
         if options.json:
             print(

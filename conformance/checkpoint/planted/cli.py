@@ -27,7 +27,7 @@ mapping_by_plain_json = patched(
 errors_as_text_alone = patched(
     "An error is told as text, also where JSON was asked for.",
     mutated(
-        "fastimpl.checkpoint.__main__:main", "if options.json:\n            print(", "if False:\n            print("
+        "fastimpl.checkpoint.__main__:_run", "if options.json:\n            print(", "if False:\n            print("
     ),
     kills="CKPT-742",
 )
@@ -42,12 +42,12 @@ index_by_plain_json = patched(
 )
 missing_files_alone_are_named = patched(
     "Of what the system refuses only a missing file is told as an error, the rest ends in a traceback.",
-    mutated("fastimpl.checkpoint.__main__:main", "(TwinproofError, OSError)", "(TwinproofError, FileNotFoundError)"),
+    mutated("fastimpl.checkpoint.__main__:_run", "(TwinproofError, OSError)", "(TwinproofError, FileNotFoundError)"),
     kills="CKPT-800",
 )
 errors_of_diff_are_differences = patched(
     "A comparison that could not be made ends as one that found differences.",
-    mutated("fastimpl.checkpoint.__main__:main", '2 if options.command == "diff" else 1', "1"),
+    mutated("fastimpl.checkpoint.__main__:_run", '2 if options.command == "diff" else 1', "1"),
     kills="CKPT-800",
 )
 what_is_no_folder_is_cleaned = patched(
@@ -81,4 +81,14 @@ refused_without_a_reason = patched(
     "Of a value that is refused only the name of the function that did it is told.",
     mutated("fastimpl.checkpoint.__main__:_named", "except ConfigError as error:", "except KeyError as error:"),
     kills="CKPT-853",
+)
+pipes_that_broke_are_errors = patched(
+    "A command whose reader has gone says that a pipe broke, with the status of a damaged checkpoint.",
+    mutated("fastimpl.checkpoint.__main__:_run", "except BrokenPipeError:", "except InterruptedError:"),
+    kills="CKPT-856",
+)
+small_output_is_left_to_the_end = patched(
+    "Output that fits a buffer is written when Python ends, where the reader may have gone.",
+    mutated("fastimpl.checkpoint.__main__:main", "sys.stdout.flush()", "pass"),
+    kills="CKPT-856",
 )

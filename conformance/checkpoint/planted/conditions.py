@@ -63,7 +63,7 @@ foreign_dtypes_compared = patched(
 )
 interrupt_is_a_failure = patched(
     "A command that is interrupted ends with 1.",
-    mutated(f"{_MAIN}:main", "return 130", "return 1"),
+    mutated(f"{_MAIN}:_run", "return 130", "return 1"),
     kills="CKPT-754",
     of="fastimpl",
 )
