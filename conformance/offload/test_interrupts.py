@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,6 +139,28 @@ def _step(arm: _Arm) -> None:
     arm.optimizer.step()
 
 
+def _at_each_call(
+    place: Any, name: str, error: type[BaseException], make: Callable[[], _Arm], act: Callable[[_Arm], object]
+) -> Iterator[tuple[int, _Arm]]:
+    """Yield arms whose ``act`` ended with ``error`` at the first call of a function, at the second, and so on.
+
+    The last has made fewer calls, and so was not ended.
+    """
+    calls, number, found = [0], 0, getattr(place, name)
+    while calls[0] >= number:
+        number, arm, calls = number + 1, make(), [0]
+
+        def ended(*args: Any, number: int = number, calls: list[int] = calls, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == number:
+                raise error
+            return found(*args, **options)
+
+        with mock.patch.object(place, name, ended), suppress(error):
+            act(arm)
+        yield number, arm
+
+
 @requirement(
     "OPT-531",
     "Behind an interrupt at any verb of the engine in a step in which states move, each parameter and all its states "
@@ -155,7 +177,7 @@ def test_step_on_the_device(offload: Any, kind: str) -> None:
     "counter and its moments MUST be those of before the step, or all of them those of after it.",
 )
 @pytest.mark.parametrize("way", ["cpu", "cpu with masters"])
-def test_step_on_the_cpu(offload: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_on_the_cpu(offload: Any, way: str) -> None:
     def make() -> _Arm:
         return _Arm(offload, "AdamW", way)
 
@@ -164,19 +186,7 @@ def test_step_on_the_cpu(offload: Any, way: str, monkeypatch: pytest.MonkeyPatch
     after = done.told()
     # Right behind what the library does Python looks for signals; of the reference nothing is interrupted there.
     for place, name in ((torch.autograd.graph, "increment_version"), (AdamHyper, "of")):
-        calls, number, found = [0], 0, getattr(place, name)
-        while calls[0] >= number:
-            number, arm, calls = number + 1, make(), [0]
-
-            def interrupted(*args: Any, n: int = number, calls: Any = calls, found: Any = found, **options: Any) -> Any:
-                calls[0] += 1
-                if calls[0] == n:
-                    raise KeyboardInterrupt
-                return found(*args, **options)
-
-            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-                patch.setattr(place, name, interrupted)
-                _step(arm)
+        for number, arm in _at_each_call(place, name, KeyboardInterrupt, make, _step):
             _assert_whole(arm, before, after, f"an interrupt at call {number} of {name}")
 
 
@@ -186,26 +196,14 @@ def test_step_on_the_cpu(offload: Any, way: str, monkeypatch: pytest.MonkeyPatch
     "as changed behind its master's back, also where parameters are views of one tensor.",
 )
 @pytest.mark.parametrize("way", ["step", "load"])
-def test_interrupted_note(offload: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_note(offload: Any, way: str) -> None:
     def make() -> _Arm:
         return _Arm(offload, "AdamW", "cpu with masters of one tensor")
 
-    calls, number = [0], 0
-    while calls[0] >= number:
-        number, arm, calls = number + 1, make(), [0]
+    def load(arm: _Arm) -> None:
+        arm.offloader.load_masters([weight.detach() + 1 for weight in arm.stepped])
 
-        def interrupted(tensor: Any, number: int = number, calls: Any = calls, found: Any = states.version_of) -> Any:
-            calls[0] += 1
-            if calls[0] == number:
-                raise KeyboardInterrupt
-            return found(tensor)
-
-        act: Any = arm.optimizer.step
-        if way == "load":
-            act = partial(arm.offloader.load_masters, [weight.detach() + 1 for weight in arm.stepped])
-        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-            patch.setattr(states, "version_of", interrupted)
-            act()
+    for number, arm in _at_each_call(states, "version_of", KeyboardInterrupt, make, load if way == "load" else _step):
         arm.give(3)
         with succeeds("the next step", where=f"an interrupt at look {number}"):
             arm.optimizer.step()
@@ -217,28 +215,22 @@ def test_interrupted_note(offload: Any, way: str, monkeypatch: pytest.MonkeyPatc
     "A load that is interrupted, or for which memory is short, MUST leave each parameter the states that it had, or "
     "all of those that are loaded, and MUST succeed when it is made anew.",
 )
-def test_interrupted_load(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, number = [0], 0
-    while calls[0] >= number:
-        number, arm, calls = number + 1, _Arm(offload, "Adam", "device"), [0]
-        before = arm.told()
-        state = {i: {n: v + 1 for n, v in told.items() if n != "weight"} for i, told in enumerate(before)}
-        after = [{"weight": told["weight"], **state[i]} for i, told in enumerate(before)]
+def test_interrupted_load(offload: Any) -> None:
+    def make() -> _Arm:
+        return _Arm(offload, "Adam", "device")
 
-        def short(value: Any, number: int = number, calls: Any = calls, found: Any = states.copied) -> Any:
-            calls[0] += 1
-            if calls[0] == number:
-                raise MemoryError
-            return found(value)
+    def load(arm: _Arm) -> None:
+        arm.offloader.load_state_dict({**arm.optimizer.state_dict(), "state": state})
 
-        with monkeypatch.context() as patch, suppress(MemoryError):
-            patch.setattr(driver, "copied", short)
-            arm.offloader.load_state_dict({**arm.optimizer.state_dict(), "state": state})
+    before = make().told()
+    state = {i: {n: v + 1 for n, v in told.items() if n != "weight"} for i, told in enumerate(before)}
+    after = [{"weight": told["weight"], **state[i]} for i, told in enumerate(before)]
+    for number, arm in _at_each_call(driver, "copied", MemoryError, make, load):
         where = f"memory is short at copy {number}"
         for i, told in enumerate(arm.told()):
             is_whole = _same(told, before[i]) or _same(told, after[i])
             assert_equal(is_whole, True, where=f"parameter {i} has the states of before or of after, {where}")
-        arm.offloader.load_state_dict({**arm.optimizer.state_dict(), "state": state})
+        load(arm)
         for told, expected in zip(arm.told(), after, strict=True):
             assert_equal(_same(told, expected), True, where=f"loaded anew, {where}")
     assert_equal(number > 4, True, where="copies of a load")

@@ -216,24 +216,25 @@ class HostStep:
                 rows.append((grad, master, first, second, largest, rounded))
                 numbers.append(number)
             for hyper, rows, numbers in calls.values():
-                self._step_rows(work, hyper, rows, numbers)
+                _step_noted(work, hyper, rows, numbers)
         except BaseException:
             for number in set(range(len(counters))).difference(work.stepped):
                 counter, count = counters[number]
                 counter.fill_(count)
             raise
 
-    def _step_rows(self, work: _Work, hyper: AdamHyper, rows: list[Row], numbers: list[int]) -> None:
-        # An interrupt that comes while the library is at work is raised when it has returned, before anything is noted.
-        # One element more, with a gradient of 1, tells whether that was done.
-        moment = torch.zeros((), device="cpu", dtype=torch.float32)
-        witness = [None if each is None else torch.zeros_like(moment, dtype=each.dtype) for each in rows[0]]
-        witness[0], witness[2] = torch.ones_like(moment, dtype=rows[0][0].dtype), moment
-        try:
-            _step_rows(hyper, [*rows, tuple(witness)])
-        finally:
-            if float(moment):
-                work.stepped += numbers
+
+def _step_noted(work: _Work, hyper: AdamHyper, rows: list[Row], numbers: list[int]) -> None:
+    # An interrupt that comes while the library is at work is raised when it has returned, before anything is noted.
+    # One element more, with a gradient of 1, tells whether that was done.
+    moment = torch.zeros((), device="cpu", dtype=torch.float32)
+    witness = [None if each is None else torch.zeros_like(moment, dtype=each.dtype) for each in rows[0]]
+    witness[0], witness[2] = torch.ones_like(moment, dtype=rows[0][0].dtype), moment
+    try:
+        _step_rows(hyper, [*rows, tuple(witness)])
+    finally:
+        if float(moment):
+            work.stepped += numbers
 
 
 def _step_rows(hyper: AdamHyper, rows: list[Row]) -> None:

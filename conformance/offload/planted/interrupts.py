@@ -35,7 +35,11 @@ counters_stay_advanced = patched(
 )
 stepped_rows_unknown = patched(
     "What the library did counts as done where it was not interrupted.",
-    mutated(f"{_HOST_STEP}._step_rows", "    finally:\n", "    except ZeroDivisionError:\n        pass\n    else:\n"),
+    mutated(
+        "fastimpl.offload.cpu_step:_step_noted",
+        "    finally:\n",
+        "    except ZeroDivisionError:\n        pass\n    else:\n",
+    ),
     kills="OPT-532",
     of="fastimpl",
 )
