@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -188,6 +189,31 @@ def test_step_on_the_cpu(offload: Any, way: str) -> None:
     for place, name in ((torch.autograd.graph, "increment_version"), (AdamHyper, "of")):
         for number, arm in _at_each_call(place, name, KeyboardInterrupt, make, _step):
             _assert_whole(arm, before, after, f"an interrupt at call {number} of {name}")
+
+
+@requirement(
+    "OPT-535",
+    "Where a step on the CPU fails at a parameter that torch steps by itself, or in the library, each parameter, its "
+    "counter and its moments MUST be those of before the step, or all of them those of after it.",
+    needs=("fused_cpu_adam",),
+)
+@pytest.mark.parametrize("turned", [0, 1, 2])
+def test_rows_of_torch(offload: Any, turned: int) -> None:
+    def make() -> _Arm:
+        arm = _Arm(offload, "AdamW", "cpu")
+        for param in arm.params[:turned]:
+            state = arm.optimizer.state[param]
+            state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+        return arm
+
+    before, done = make().told(), make()
+    _step(done)
+    after, failed_count = done.told(), 0
+    for module in ("fastimpl.ops", "fastimpl.offload.cpu_step"):
+        for number, arm in _at_each_call(importlib.import_module(module), "adam_step", MemoryError, make, _step):
+            _assert_whole(arm, before, after, f"memory is short at call {number} of adam_step in {module}")
+            failed_count += number > 1
+    assert_equal(failed_count, turned + (turned < 2), where="calls that failed")
 
 
 @requirement(

@@ -191,9 +191,10 @@ class HostStep:
     def _update(self, work: _Work, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """The arithmetic of one chunk: one call for all parameters that share hyperparameters, states and dtypes.
 
-        Where it is interrupted, ``work.stepped`` says what is done, and counters are those of what is not.
+        What the library cannot step is stepped by torch, each parameter by itself. Where it is interrupted,
+        ``work.stepped`` says what is done, and counters are those of what is not.
         """
-        optimizer, memory = self.plan.optimizer, work.chunk.memory
+        optimizer, memory, is_native = self.plan.optimizer, work.chunk.memory, ops.available()
         calls: dict[Any, tuple[AdamHyper, list[Row], list[int]]] = {}
         counters: list[tuple[torch.Tensor, float]] = []
         try:
@@ -210,13 +211,19 @@ class HostStep:
                 rounded = weight if update.has_master else None
                 hyper = update.advance(optimizer)
                 first, second, largest = update.states(optimizer)
+                row = (grad, master, first, second, largest, rounded)
+                alone = None if is_native and _have_one_order(row) else number
                 # By identity, which is cheap: equal ones that are not the same only make another call.
-                key = (id(hyper), grad.dtype, largest is None, None if rounded is None else rounded.dtype)
+                key = (id(hyper), grad.dtype, largest is None, None if rounded is None else rounded.dtype, alone)
                 _, rows, numbers = calls.setdefault(key, (hyper, [], []))
-                rows.append((grad, master, first, second, largest, rounded))
+                rows.append(row)
                 numbers.append(number)
-            for hyper, rows, numbers in calls.values():
-                _step_noted(work, hyper, rows, numbers)
+            for (*_, alone), (hyper, rows, numbers) in calls.items():
+                if alone is None:
+                    _step_rows(work, hyper, rows, numbers)
+                else:
+                    adam_step(hyper, *rows[0])
+                    work.stepped.append(alone)
         except BaseException:
             for number in set(range(len(counters))).difference(work.stepped):
                 counter, count = counters[number]
@@ -224,30 +231,20 @@ class HostStep:
             raise
 
 
-def _step_noted(work: _Work, hyper: AdamHyper, rows: list[Row], numbers: list[int]) -> None:
+def _step_rows(work: _Work, hyper: AdamHyper, rows: list[Row], numbers: list[int]) -> None:
     # An interrupt that comes while the library is at work is raised when it has returned, before anything is noted.
     # One element more, with a gradient of 1, tells whether that was done.
     moment = torch.zeros((), device="cpu", dtype=torch.float32)
     witness = [None if each is None else torch.zeros_like(moment, dtype=each.dtype) for each in rows[0]]
     witness[0], witness[2] = torch.ones_like(moment, dtype=rows[0][0].dtype), moment
+    columns = [
+        [tensor for tensor in column if tensor is not None] for column in zip(*rows, tuple(witness), strict=True)
+    ]
     try:
-        _step_rows(hyper, [*rows, tuple(witness)])
+        ops.adam_step(hyper, *columns)
     finally:
         if float(moment):
             work.stepped += numbers
-
-
-def _step_rows(hyper: AdamHyper, rows: list[Row]) -> None:
-    is_native = ops.available()
-    fitting = [row for row in rows if is_native and _have_one_order(row)]
-    if fitting:
-        columns = [[tensor for tensor in column if tensor is not None] for column in zip(*fitting, strict=True)]
-        ops.adam_step(hyper, *columns)
-    if len(fitting) == len(rows):
-        return
-    for row in rows:
-        if not (is_native and _have_one_order(row)):
-            adam_step(hyper, *row)
 
 
 def _have_one_order(row: Row) -> bool:

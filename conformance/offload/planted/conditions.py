@@ -238,9 +238,9 @@ slots_without_a_library = patched(
 rows_of_one_order_forgotten = patched(
     "Without a library, the CPU steps what has no order of its own alone.",
     mutated(
-        "fastimpl.offload.cpu_step:_step_rows",
-        "if not (is_native and _have_one_order(row)):",
-        "if not _have_one_order(row):",
+        "fastimpl.offload.cpu_step:HostStep._update",
+        "alone = None if is_native and _have_one_order(row) else number",
+        "alone = None if _have_one_order(row) else number",
     ),
     kills="OPT-481",
     of="fastimpl",

@@ -36,11 +36,27 @@ counters_stay_advanced = patched(
 stepped_rows_unknown = patched(
     "What the library did counts as done where it was not interrupted.",
     mutated(
-        "fastimpl.offload.cpu_step:_step_noted",
+        "fastimpl.offload.cpu_step:_step_rows",
         "    finally:\n",
         "    except ZeroDivisionError:\n        pass\n    else:\n",
     ),
     kills="OPT-532",
+    of="fastimpl",
+)
+rows_noted_before_they_are_stepped = patched(
+    "A parameter that torch steps counts as stepped before it is.",
+    mutated(
+        f"{_HOST_STEP}._update",
+        "                adam_step(hyper, *rows[0])\n                work.stepped.append(alone)",
+        "                work.stepped.append(alone)\n                adam_step(hyper, *rows[0])",
+    ),
+    kills="OPT-535",
+    of="fastimpl",
+)
+rows_of_no_call_noted = patched(
+    "What the library was asked to step counts as stepped, whatever came of it.",
+    mutated("fastimpl.offload.cpu_step:_step_rows", "if float(moment):", "if numbers:"),
+    kills="OPT-535",
     of="fastimpl",
 )
 note_interrupted = patched(
