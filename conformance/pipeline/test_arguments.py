@@ -347,13 +347,15 @@ def test_optimizers_and_seeds(pipeline: Any) -> None:
     strange = (torch.optim.SGD([parameter], lr=0.1), pipeline.FusedOptimizer, "adam", 0, "", False)
     wrong: list[tuple[str, Any, Any]] = [("optimizer", make, value) for make in (cut, bags) for value in strange]
     wrong += [("in_backward", bags, value) for value in (strange[0], pipeline.FusedOptimizer(), 0, "")]
-    wrong += [("seed", cut, value) for value in ("x", 1.5, None, 2**64)]
+    wrong += [("seed", cut, value) for value in ("x", 1.5, None, 2**64, -(2**63) - 1)]
     for name, make, value in wrong:
         with raises(ConfigError, mentions=(f"where: {name}", "got: "), where=f"{name}={value!r}"):
             make(**{name: value})
     with raises(ConfigError, mentions=("where: optimizer", "got: SGD"), where="a handle"):
         pipeline.InBackwardOptimizer(strange[0])
-    for right in ({"optimizer": None, "seed": -1}, {"optimizer": pipeline.FusedOptimizer("sgd"), "seed": 2**63}):
+    rights: list[dict[str, Any]] = [{"optimizer": None, "seed": -1}]
+    rights += [{"optimizer": pipeline.FusedOptimizer("sgd"), "seed": seed} for seed in (-(2**63), 2**64 - 1)]
+    for right in rights:
         with succeeds("a collection", where=str(right)):
             cut(**right)
 
