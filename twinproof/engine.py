@@ -27,11 +27,14 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
+from twinproof.errors import ConfigError
+
 __all__ = [
     "CudaEngine",
     "Engine",
     "FirstDerivatives",
     "InlineEngine",
+    "check_engine",
     "eagerly",
     "engine_for",
     "in_mode_of_caller",
@@ -131,6 +134,16 @@ class Engine(Protocol):
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Name what is enqueued inside, for reports and profiles."""
+
+
+def check_engine(engine: Any) -> Engine:
+    """Demand all that an engine has: most of it is asked for in the middle of a step. Raises ConfigError."""
+    names = [name for name in (*Engine.__annotations__, *vars(Engine)) if not name.startswith("_")]
+    missing = [name for name in names if not hasattr(engine, name)]
+    if missing:
+        got = f"{type(engine).__name__} without {', '.join(missing)}"
+        raise ConfigError("not an engine", got=got, expected="twinproof.engine.Engine", where="engine")
+    return engine  # type: ignore[no-any-return]
 
 
 class InlineEngine:

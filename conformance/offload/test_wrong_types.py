@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_flags_are_no_text, raises, requirement
+from conformance.harness import assert_equal, assert_flags_are_no_text, raises, requirement
 from conformance.offload.cases import even, proven
+from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError, UnsupportedError
 from twinproof.offload import offloader
 
@@ -61,3 +62,23 @@ def test_no_masters(offload: Any, masters: Any) -> None:
     mentions = ("where: master_weights", "expected: MasterWeights", f"got: {type(masters).__name__}")
     with proven() as device, raises(ConfigError, mentions=mentions):
         even(offload, device, master_weights=masters)
+
+
+class _NoCopies:
+    """An engine, but for the verb that comes first in the middle of a step."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "copy":
+            raise AttributeError(name)
+        return getattr(InlineEngine(), name)
+
+
+@requirement("OPT-536", "What is no engine MUST be refused with what it lacks, before anything is taken over.")
+@pytest.mark.parametrize("step_device", ["device", "cpu"])
+def test_no_engines(offload: Any, step_device: str) -> None:
+    for engine in (object(), 0, "", _NoCopies(), InlineEngine):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+        said = f"got: {type(engine).__name__} without {'device' if engine is InlineEngine else ''}"
+        with raises(ConfigError, mentions=("where: engine", said), where=repr(engine)):
+            offload.OptimizerStateOffloader(optimizer, engine=engine, step_device=step_device)
+        assert_equal("step" in vars(optimizer), False, where=f"step taken over, engine {engine!r}")

@@ -219,3 +219,14 @@ def test_options(pipeline: Any) -> None:
     for kind in (["table_wise"], {"table_wise": 0}, None):
         with raises(ConfigError, mentions=("where: kind", "table_wise"), where=f"{kind}"):
             pipeline.TableSharding(kind)
+
+
+@requirement("PIPE-670", "What is no engine MUST be refused by a schedule with what it is, what counts as false too.")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_engines(pipeline: Any, name: str) -> None:
+    model = _Model(pipeline, torch.sum)
+    for engine in (object(), 0, "", torch.device("cpu")):
+        optimizer = torch.optim.SGD(model.over.parameters(), lr=0.1)
+        mentions = ("where: engine", f"got: {type(engine).__name__}")
+        with raises(ConfigError, mentions=mentions, where=repr(engine)):
+            getattr(pipeline, name)(model, optimizer, torch.device("cpu"), engine=engine)

@@ -62,7 +62,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Timing events on the streams themselves. Unproven: no GPU has run it."""
+    """Timing events on the streams themselves."""
 
     def lane(self, name: str) -> str:
         """The stream."""

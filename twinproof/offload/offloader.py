@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from twinproof.engine import Engine
+from twinproof.engine import Engine, check_engine
 from twinproof.errors import ConfigError, OffloadConflictError, UnsupportedError, check_flags, check_kind
 from twinproof.offload.driver import (
     MovePlan,
@@ -635,6 +635,6 @@ def _either(name: str, value: bool, other_name: str, other: bool | None) -> bool
 def _engine_of(optimizer: Optimizer, step_device: str, engine: Engine | None, transfers: type[Transfers]) -> Engine:
     devices = {local_of(p).device for group in optimizer.param_groups for p in group["params"]}
     if engine is not None:
-        return engine
+        return check_engine(engine)
     check_devices(devices, step_device)
     return transfers.default_engine(devices.pop())

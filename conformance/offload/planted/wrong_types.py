@@ -48,3 +48,9 @@ anything_is_a_master = patched(
     ),
     kills="OPT-420",
 )
+
+first_of_an_engine_suffices = patched(
+    "What has the first thing that an engine has is taken for one.",
+    mutated("twinproof.engine:check_engine", "for name in names if", "for name in names[:1] if"),
+    kills="OPT-536",
+)

@@ -64,3 +64,14 @@ letters_are_features = patched(
     mutated("twinproof.pipeline.config:EmbeddingConfig.__post_init__", "isinstance(names, str | bytes) or ", ""),
     kills="PIPE-490",
 )
+
+no_engine_where_it_is_false = patched(
+    "An engine that counts as false is none, and the device's own stands in for it.",
+    mutated(
+        "fastimpl.pipeline.stages:StreamedStages.__init__",
+        "engine_for(device) if options.engine is None else check_engine(options.engine)",
+        "check_engine(options.engine or engine_for(device))",
+    ),
+    kills="PIPE-670",
+    of="fastimpl",
+)
