@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -428,3 +428,54 @@ def test_refused_files_are_closed(checkpoint: Any, tmp_path: Path) -> None:
             with raises((TwinproofError, OSError), where=f"{name}, {what}"):
                 use()
             assert_equal(sorted(os.listdir("/proc/self/fd")), before, where=f"descriptors behind {name}, {what}")
+
+
+class _Lock:
+    """A lock that tells when a thread asks for it while another has it."""
+
+    def __init__(self, asked: threading.Event) -> None:
+        self._lock, self._asked = threading.Lock(), asked
+
+    def __enter__(self) -> None:
+        if self._lock.locked():
+            self._asked.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@requirement(
+    "CKPT-857",
+    "A progress function MUST be called by one thread at a time, with numbers that ascend to the last, in a save and "
+    "in a load by several threads.",
+    needs=("counted_io",),
+)
+@pytest.mark.parametrize("work", ["save", "load"])
+def test_progress_by_turns(checkpoint: Any, tmp_path: Path, work: str) -> None:
+    state = {f"w{i}": random_bits(torch.float32, (600, 500), i) for i in range(8)}
+    mapping = {name: 1 + i for i, name in enumerate(state)}
+    inside, overlaps, told, asked = list[int](), list[int](), list[int](), threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        overlaps.extend(inside)
+        inside.append(done)
+        told.append(done)
+        if overlaps:
+            asked.set()
+        # The first waits until another thread would tell something, too.
+        if len(told) == 1:
+            asked.wait(30)
+        inside.remove(done)
+
+    locks = SimpleNamespace(**{**vars(threading), "Lock": lambda: _Lock(asked)})
+    options: dict[str, Any] = {"fqn_to_index_mapping": mapping, "durable": False}
+    if work == "load":
+        save(checkpoint, state, tmp_path / "ck", **options)
+    with mock.patch("twinproof.checkpoint.catalog.threading", locks):
+        if work == "save":
+            save(checkpoint, state, tmp_path / "ck", progress=progress, thread_count=2, **options)
+        else:
+            load(checkpoint, state, tmp_path / "ck", progress=progress, thread_count=2)
+    assert_equal(asked.is_set(), True, where=f"another thread had something to tell, {work}")
+    assert_equal((overlaps, told), ([], sorted(told)), where=f"calls beside another, and all that was told, {work}")

@@ -137,3 +137,13 @@ refused_headers_stay_open = patched(
     ),
     kills="CKPT-734",
 )
+
+progress_beside_its_lock = patched(
+    "The progress function is called behind the lock under which bytes are counted.",
+    mutated(
+        "twinproof.checkpoint.catalog:Meter.add",
+        "            self._done_bytes += size_bytes\n            self._progress(",
+        "            self._done_bytes += size_bytes\n        self._progress(",
+    ),
+    kills="CKPT-857",
+)
