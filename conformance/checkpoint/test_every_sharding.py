@@ -19,10 +19,12 @@ from conformance.checkpoint.cases import (
     CHECKSUMS_KEY,
     INDEX,
     State,
+    Tiled,
     bits,
     load,
     mesh_of,
     random_bits,
+    save,
     save_ranks,
     sharded,
     sums_of,
@@ -134,3 +136,26 @@ def test_large_parts(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     found = _read(tmp_path / "ck")
     wrong = [name for name, value in _large().items() if not torch.equal(bits(found[name]), bits(value))]
     assert_equal(wrong, [], where="tensors")
+
+
+@requirement(
+    "CKPT-858",
+    "In whatever order a rank lists its parts of a tensor, parts large enough to be written from where they lie among "
+    "them, each MUST be saved and summed at its place.",
+)
+def test_parts_in_any_order(checkpoint: Any, tmp_path: Path) -> None:
+    # Parts of rows: one of 4 KB, the others of over 256 KiB.
+    spans = [(0, 70), (70, 1), (71, 66), (137, 93)]
+    whole = random_bits(torch.float32, (230, 1024), 1)
+    before, behind = (random_bits(torch.int16, (7,), seed) for seed in (2, 3))
+    for order in permutations(spans):
+        parts = {(first, 0): whole[first : first + count].clone() for first, count in order}
+        state = {"a": before, "b": Tiled.of(whole.shape, parts, whole.dtype), "c": behind}
+        folder = tmp_path / "-".join(str(first) for first, _ in order)
+        with succeeds("a save", where=f"parts from {order}"):
+            save(checkpoint, state, folder, checksums=True, durable=False)
+        stored = {"a": before, "b": whole, "c": behind}
+        found = _read(folder)
+        wrong = [name for name, value in stored.items() if not torch.equal(bits(found[name]), bits(value))]
+        stated = json.loads((folder / INDEX).read_text())["metadata"][CHECKSUMS_KEY]
+        assert_equal((wrong, stated), ([], sums_of(State(stored))), where=f"parts from {order}")

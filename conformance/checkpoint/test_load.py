@@ -475,8 +475,8 @@ def test_own_places(checkpoint: Any, tmp_path: Path) -> None:
 
 @requirement(
     "CKPT-685",
-    "Autograd MUST notice that a load has changed a target that it needs, through views, strides, conjugates and casts "
-    "and where values were quantized; targets that were made for inference MUST load.",
+    "Autograd MUST notice that a load has changed a target that it needs, through views, strides, conjugates and "
+    "casts, where values were quantized and where it failed in the middle; targets made for inference MUST load.",
 )
 def test_autograd_notices(checkpoint: Any, device: torch.device, tmp_path: Path) -> None:
     state = {"w": torch.arange(12.0).reshape(3, 4), "c": torch.randn(4, dtype=torch.complex64)}
@@ -497,6 +497,12 @@ def test_autograd_notices(checkpoint: Any, device: torch.device, tmp_path: Path)
         load(checkpoint, {name: target}, tmp_path / "ck", **options)
         with raises(RuntimeError, mentions=["modified by an inplace operation"], where=where):
             torch.autograd.backward(product)
+    factor, target = torch.ones((), device=device, requires_grad=True), torch.zeros(3, 4, device=device)
+    product = (factor * target).sum()
+    with raises(ZeroDivisionError, where="a load that fails"):
+        load(checkpoint, {"w": target}, tmp_path / "ck", progress=lambda done, total: total / (done - total))
+    with raises(RuntimeError, mentions=["modified by an inplace operation"], where="a load that failed"):
+        torch.autograd.backward(product)
     factor, target = torch.ones((), device=device, requires_grad=True), torch.zeros(2, 2, device=device)
     product = (factor * target).sum()
     load_with(checkpoint.QuantizedHuggingFaceStorageReader(tmp_path / "fp8"), {"q.weight": target})

@@ -27,3 +27,12 @@ one_sum_of_each_tensor = patched(
     kills="CKPT-746",
     of="fastimpl",
 )
+
+long_runs_as_they_are_listed = patched(
+    "Long runs are written in the order in which a rank lists them.",
+    mutated(
+        "fastimpl.checkpoint.blockio:_zero_copy", "return sorted(large, key=lambda p: p.file_offset)", "return large"
+    ),
+    kills="CKPT-858",
+    of="fastimpl",
+)

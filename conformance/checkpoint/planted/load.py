@@ -252,3 +252,18 @@ loads_past_autograd = patched(
     kills="CKPT-685",
     of="fastimpl",
 )
+
+autograd_told_of_loads_that_end = patched(
+    "Autograd is told of a load when all of it has come, and so not where it fails.",
+    mutated(
+        "fastimpl.checkpoint.reader:ReadRanges.read",
+        "    torch.autograd.graph.increment_version([wanted.target for wanted in job.ranges])\n"
+        "    planned_s = time.perf_counter()\n"
+        "    self.stats = run_jobs(jobs, job.thread_count, self.choose_copies, job.meter)\n",
+        "    planned_s = time.perf_counter()\n"
+        "    self.stats = run_jobs(jobs, job.thread_count, self.choose_copies, job.meter)\n"
+        "    torch.autograd.graph.increment_version([wanted.target for wanted in job.ranges])\n",
+    ),
+    kills="CKPT-685",
+    of="fastimpl",
+)
