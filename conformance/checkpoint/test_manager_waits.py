@@ -38,6 +38,28 @@ class _Waited:
         self._gate.set()
         return self._future.result(*arguments)
 
+    def done(self) -> bool:
+        """As the future says."""
+        return bool(self._future.done())
+
+    def exception(self) -> BaseException | None:
+        """As the future says."""
+        found: BaseException | None = self._future.exception()
+        return found
+
+
+class _Interrupted(_Waited):
+    """One whose first wait is interrupted, when the save has begun."""
+
+    was_interrupted = False
+
+    def result(self, *arguments: Any) -> Any:
+        """Once what a signal's handler raises."""
+        if not self.was_interrupted:
+            self.was_interrupted = True
+            raise TimeoutError("of an alarm's handler")
+        return super().result(*arguments)
+
 
 class _Gated:
     """A state that is written once a gate is open; ``fails``: then its write fails."""
@@ -97,6 +119,34 @@ def test_load_waits(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert_equal(gate.is_set(), True, where="the load has waited for the save")
         finally:
             gate.set()
+
+
+@requirement(
+    "CKPT-859",
+    "An interrupt of any wait for an asynchronous save, of close() too, MUST leave the save on its way and the manager "
+    "open: the next call MUST wait for it, and it MUST be there then.",
+)
+@pytest.mark.parametrize("verb", ["maybe_wait_for_saving", "close", "save", "load"])
+def test_interrupted_waits(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    gate, real = threading.Event(), dcp.async_save
+    monkeypatch.setattr(dcp, "async_save", lambda *args, **options: _Interrupted(real(*args, **options), gate))
+    trainer = Trainer(1)
+    options = {"states": {**trainer.states, "gated": _Gated(gate)}, "async_mode": "async", "interval": 1}
+    manager = trainer.manager(checkpoint, tmp_path / "run", **options)
+    trainer.step()
+    try:
+        manager.save(1)
+        with raises(TimeoutError, where=verb):
+            getattr(manager, verb)(*{"save": [2], "load": [1]}.get(verb, []))
+        with succeeds("the next call", where=f"behind an interrupt of {verb}"):
+            load(manager, 1)
+        manager.close()
+    finally:
+        gate.set()
+    later = Trainer(2)
+    with later.manager(checkpoint, tmp_path / "run", states=later.states, interval=1) as other:
+        assert_equal(load(other), True, where=f"whether there is a checkpoint, behind an interrupt of {verb}")
+    assert_equal(later.counter.step, 1, where="the step that was loaded")
 
 
 @requirement(

@@ -358,12 +358,14 @@ class CheckpointManager:
         try:
             self.maybe_wait_for_saving()
         finally:
-            if self._cleaner is not None:
-                self._cleaner.close()
-            if self._own_stager is not None:
-                self._own_stager.close()
-            end_group(self._group)
-            self._group, self._cleaner, self._own_stager, self._is_closed = None, None, None, True
+            # Where the wait was interrupted, the save still needs all of it.
+            if self._pending is None:
+                if self._cleaner is not None:
+                    self._cleaner.close()
+                if self._own_stager is not None:
+                    self._own_stager.close()
+                end_group(self._group)
+                self._group, self._cleaner, self._own_stager, self._is_closed = None, None, None, True
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -486,15 +488,22 @@ class CheckpointManager:
             self._pending.staging = None
 
     def maybe_wait_for_saving(self) -> None:
-        """Return when the asynchronous save is visible. Raises its failure, once, on every rank."""
-        pending, self._pending = self._pending, None
+        """Return when the asynchronous save is visible. Raises its failure, once, on every rank.
+
+        Interrupted, it leaves the save on its way; the next call waits for it.
+        """
+        pending = self._pending
         if pending is None:
             return
         try:
             pending.upload.result()
-        except BaseException:
-            self._failed(pending.writer)
+        except BaseException as error:
+            # An interrupt of the wait is no failure of the save, whose threads go on writing.
+            if pending.upload.done() and pending.upload.exception() is error:
+                self._pending = None
+                self._failed(pending.writer)
             raise
+        self._pending = None
         self._saved(pending.step)
 
     # States.

@@ -31,8 +31,8 @@ failures_told_for_ever = patched(
     "The failure of an asynchronous save is told by every call after it.",
     mutated(
         "twinproof.checkpoint.manager:CheckpointManager.maybe_wait_for_saving",
-        "pending, self._pending = self._pending, None",
-        "pending = self._pending",
+        "            self._pending = None\n            self._failed(pending.writer)",
+        "            self._failed(pending.writer)",
     ),
     kills="CKPT-629",
 )
@@ -125,4 +125,20 @@ what_links_lead_to_is_deleted = patched(
         "shutil.rmtree(os.path.realpath(self.folder / name)); os.unlink(self.folder / name)",
     ),
     kills="CKPT-855",
+)
+
+interrupted_save_given_up = patched(
+    "A save whose wait was interrupted counts as failed, and is cleared away while its threads write.",
+    mutated(
+        "twinproof.checkpoint.manager:CheckpointManager.maybe_wait_for_saving",
+        "if pending.upload.done() and pending.upload.exception() is error:",
+        "if pending.upload:",
+    ),
+    kills="CKPT-859",
+)
+
+closed_beside_a_save = patched(
+    "close() that is interrupted closes all the same, beside the save that is on its way.",
+    mutated("twinproof.checkpoint.manager:CheckpointManager.close", "if self._pending is None:", "if True:"),
+    kills="CKPT-859",
 )
