@@ -149,7 +149,9 @@ def test_parts_in_any_order(checkpoint: Any, tmp_path: Path) -> None:
     whole = random_bits(torch.float32, (230, 1024), 1)
     before, behind = (random_bits(torch.int16, (7,), seed) for seed in (2, 3))
     for order in permutations(spans):
-        parts = {(first, 0): whole[first : first + count].clone() for first, count in order}
+        parts: dict[tuple[int, ...], torch.Tensor] = {
+            (first, 0): whole[first : first + count].clone() for first, count in order
+        }
         state = {"a": before, "b": Tiled.of(whole.shape, parts, whole.dtype), "c": behind}
         folder = tmp_path / "-".join(str(first) for first, _ in order)
         with succeeds("a save", where=f"parts from {order}"):

@@ -6,9 +6,11 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,16 @@ import twinproof.checkpoint.manager as manager_module
 from conformance.checkpoint.cases import assert_loads, save
 from conformance.checkpoint.manager_machine import ManagerMachine
 from conformance.checkpoint.trainer import Trainer, alone, load
-from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement, run_machine, succeeds
+from conformance.harness import (
+    Rank,
+    assert_equal,
+    assert_same_tensor,
+    examples,
+    raises,
+    requirement,
+    run_machine,
+    succeeds,
+)
 from conformance.provers.faults import Interruption, each_moment, interrupted
 from twinproof.errors import MissingCheckpointError
 
@@ -147,6 +158,45 @@ def test_interrupted_waits(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.
     with later.manager(checkpoint, tmp_path / "run", states=later.states, interval=1) as other:
         assert_equal(load(other), True, where=f"whether there is a checkpoint, behind an interrupt of {verb}")
     assert_equal(later.counter.step, 1, where="the step that was loaded")
+
+
+def _save_apart(rank: Rank, folder: str) -> list[str]:
+    """Saves of which each is one of its rank alone, as torch makes them where the default group has gone."""
+    trainer = Trainer(1)
+    trainer.step()
+    told = []
+    for mode in ("async", "disabled"):
+        manager = trainer.manager(rank.component("checkpoint"), Path(folder), interval=1, async_mode=mode)
+
+        def apart(state: Any, *, storage_writer: Any, real: Any = dcp.save, **_: Any) -> Any:
+            answer = Future[Any]()
+            try:
+                answer.set_result(real(state, storage_writer=storage_writer, no_dist=True))
+            except BaseException as error:
+                answer.set_exception(error)
+            return answer if mode == "async" else answer.result()  # noqa: B023
+
+        with mock.patch.object(dcp, "async_save", apart), mock.patch.object(dcp, "save", apart):
+            try:
+                manager.save(1)
+                manager.close()
+            except BaseException as error:
+                told.append(str(error))
+                manager.close()
+    return told
+
+
+@requirement(
+    "CKPT-860",
+    "A save of several ranks that each rank comes to alone, since the default group has gone, MUST be refused with "
+    "both numbers, and nothing be there.",
+)
+def test_ranks_apart(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for told in rank_pool.run(_save_apart, 2, str(tmp_path / "run")):
+        found = ["other ranks save" in each and "got: 1" in each and "expected: 2" in each for each in told]
+        assert_equal(found, [True, True], where=f"what was told: {told}")
+    shown = sorted(each.name for each in tmp_path.glob("run/*") if not each.name.startswith("."))
+    assert_equal(shown, [], where="checkpoints of one rank")
 
 
 @requirement(

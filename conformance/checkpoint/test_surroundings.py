@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -265,3 +268,33 @@ def test_garbage_collector(checkpoint: Any, tmp_path: Path) -> None:
     with _collector(is_on=True):
         _one_behind_another(checkpoint, tmp_path / "whole")
         assert_equal(gc.isenabled(), True, where="the collector is on behind two loads at a time")
+
+
+@requirement(
+    "CKPT-861",
+    "In a process that is forked while a load goes on the garbage collector MUST be as it was before that load, and "
+    "behind loads of its own.",
+)
+def test_forked_meanwhile(checkpoint: Any, tmp_path: Path) -> None:
+    state = {"x": random_bits(torch.float32, (4, 3), 1)}
+    save(checkpoint, state, tmp_path / "ck", durable=False)
+    found = list[int]()
+
+    def read(*args: Any, **options: Any) -> Any:
+        if not found:
+            with warnings.catch_warnings():
+                # Of threads in the process that forks: that is what is asked for.
+                warnings.simplefilter("ignore")
+                child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                is_on = gc.isenabled()
+                found.append(0)
+                checkpoint.HuggingFaceStorageReader(tmp_path / "ck").read_metadata()
+                os._exit(2 * is_on + gc.isenabled())
+            found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return read_catalog(*args, **options)
+
+    with _collector(is_on=True), mock.patch("twinproof.checkpoint.dcp.read_catalog", read):
+        load(checkpoint, {"x": torch.zeros(4, 3)}, tmp_path / "ck")
+    assert_equal(found, [3], where="the child's collector was on, and on behind its own reading")

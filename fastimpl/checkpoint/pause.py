@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,15 @@ class _Pauses:
         # A handler of a signal may save while its thread holds the lock.
         self.lock, self.count, self.was_enabled = threading.RLock(), 0, False
 
+    def end_in_a_child(self) -> None:
+        """Of a forked process no pause goes on: the threads that had begun them are not there."""
+        if self.count and self.was_enabled:
+            gc.enable()
+        self.lock, self.count = threading.RLock(), 0
+
 
 _pauses = _Pauses()
+os.register_at_fork(after_in_child=_pauses.end_in_a_child)
 
 
 @contextmanager
@@ -35,4 +43,4 @@ def collector_paused() -> Iterator[None]:
         with _pauses.lock:
             if _pauses.count == 1 and _pauses.was_enabled:
                 gc.enable()
-            _pauses.count -= 1
+            _pauses.count = max(_pauses.count - 1, 0)

@@ -435,7 +435,8 @@ class CheckpointManager:
         return type(self)._writer(folder, **own, **options)
 
     def _native_writer(self, folder: Path) -> NativeStorageWriter:
-        return NativeStorageWriter(folder, durable=self.policy.durable)
+        rank_count = 1 if self._group is None else dist.get_world_size(self._group)
+        return NativeStorageWriter(folder, durable=self.policy.durable, rank_count=rank_count)
 
     def _exported(self, state: State) -> State:
         def cast(name: str, value: Any) -> Any:

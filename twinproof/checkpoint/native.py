@@ -141,11 +141,13 @@ class NativeStorageWriter(FileSystemWriter):
     Args:
         path: folder of the checkpoint.
         durable: fsync files and folders before the checkpoint becomes visible.
+        rank_count: how many ranks save; None is however many come. Where the default group has gone meanwhile, each
+            rank's asynchronous save would be one of that rank alone, and show a part for the whole.
     """
 
-    def __init__(self, path: StrPath, *, durable: bool = True) -> None:
+    def __init__(self, path: StrPath, *, durable: bool = True, rank_count: int | None = None) -> None:
         super().__init__(path, sync_files=False, thread_count=1)
-        self.target, self.durable = local_path(path), durable
+        self.target, self.durable, self.rank_count = local_path(path), durable, rank_count
         self.staging: Staging | None = None
 
     @property
@@ -167,8 +169,15 @@ class NativeStorageWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the hidden folder, on the coordinator; each rank is told its name and a prefix of its own.
 
-        Raises ConfigError where ranks name different folders.
+        Raises ConfigError where ranks name different folders, or others save than were to.
         """
+        if self.rank_count not in (None, len(plans)):
+            raise ConfigError(
+                "other ranks save than were to; was the process group destroyed before close()?",
+                got=len(plans),
+                expected=self.rank_count,
+                where=self.target,
+            )
         check_told([plan.storage_data for plan in plans])
         self.staging = Staging(self.target, durable=self.durable, is_indexed=False)
         folder = os.fspath(self.staging.folder)

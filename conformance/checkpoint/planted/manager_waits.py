@@ -142,3 +142,11 @@ closed_beside_a_save = patched(
     mutated("twinproof.checkpoint.manager:CheckpointManager.close", "if self._pending is None:", "if True:"),
     kills="CKPT-859",
 )
+
+any_ranks_save = patched(
+    "Whichever ranks come to a manager's save are those that save.",
+    mutated(
+        "twinproof.checkpoint.native:NativeStorageWriter.prepare_global_plan", "not in (None, len(plans))", "in ()"
+    ),
+    kills="CKPT-860",
+)

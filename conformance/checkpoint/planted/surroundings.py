@@ -54,3 +54,10 @@ collector_of_the_last = patched(
     mutated(_PAUSED, "if _pauses.count == 1:", "if True:"),
     kills="CKPT-723",
 )
+
+paused_in_children = patched(
+    "A pause of the collector goes on in a process that is forked in it.",
+    mutated("fastimpl.checkpoint.pause:_Pauses.end_in_a_child", "if self.count and self.was_enabled:", "if False:"),
+    kills="CKPT-861",
+    of="fastimpl",
+)

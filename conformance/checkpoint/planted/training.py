@@ -55,8 +55,8 @@ native_saves_always_durable = patched(
     "A manager's native saves are synced whatever was asked for.",
     mutated(
         "twinproof.checkpoint.manager:CheckpointManager._native_writer",
-        "NativeStorageWriter(folder, durable=self.policy.durable)",
-        "NativeStorageWriter(folder)",
+        "durable=self.policy.durable, ",
+        "",
     ),
     kills="CKPT-615",
 )
