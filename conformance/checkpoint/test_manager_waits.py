@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import threading
@@ -197,6 +198,31 @@ def test_ranks_apart(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
         assert_equal(found, [True, True], where=f"what was told: {told}")
     shown = sorted(each.name for each in tmp_path.glob("run/*") if not each.name.startswith("."))
     assert_equal(shown, [], where="checkpoints of one rank")
+
+
+def _retention() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "twinproof-retention"}
+
+
+@requirement(
+    "CKPT-865",
+    "A manager that is dropped without close() MUST take its thread of retention along, and one that only loads MUST "
+    "have none.",
+)
+def test_dropped_managers(checkpoint: Any, tmp_path: Path) -> None:
+    trainer, before = Trainer(1), _retention()
+    with trainer.manager(checkpoint, tmp_path / "run", keep_latest_k=2, load_only=True):
+        assert_equal(_retention() - before, set(), where="threads of a manager that only loads")
+    manager = trainer.manager(checkpoint, tmp_path / "run", keep_latest_k=2, interval=1)
+    trainer.step()
+    manager.save(1)
+    threads = _retention() - before
+    assert_equal(len(threads), 1, where="threads of a manager")
+    del manager
+    gc.collect()
+    for thread in threads:
+        thread.join(3)
+        assert_equal(thread.is_alive(), False, where="the thread of a manager that was dropped")
 
 
 @requirement(

@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -338,8 +339,10 @@ class CheckpointManager:
         if self.policy.async_mode == "async_with_pinned_mem" and self._stager is None:
             pinned = StagingOptions(True, False, use_async_staging=True, use_non_blocking_copy=True)
             self._stager = self._own_stager = DefaultStager(pinned)
-        if self.policy.keep_latest_k and self._rank == 0:
+        if self.policy.keep_latest_k and self._rank == 0 and not self.policy.load_only:
             self._cleaner = _Cleaner(self.policy.folder, self.policy.keep_latest_k)
+            # One that nobody closed takes its thread along.
+            weakref.finalize(self, self._cleaner.end)
 
     @property
     def _rank(self) -> int:
@@ -810,7 +813,8 @@ class _Cleaner:
         self._loading_step: int | None = None
         # No checkpoint is hidden between the moment when a load finds it and the one from which on it is kept.
         self._hiding = threading.Lock()
-        self._asked: queue.Queue[bool] = queue.Queue()
+        # May be put into by what interrupts ``get`` itself, as a collection of garbage that finds a manager.
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="twinproof-retention", daemon=True)
         self._thread.start()
 
@@ -841,9 +845,13 @@ class _Cleaner:
         if self._saved_step is not None:
             self._asked.put(True)
 
+    def end(self) -> None:
+        """Ask the thread to end behind everything that was asked for; returns at once."""
+        self._asked.put(False)
+
     def close(self) -> None:
         """Return when everything that was asked for is done."""
-        self._asked.put(False)
+        self.end()
         self._thread.join()
 
     def _run(self) -> None:

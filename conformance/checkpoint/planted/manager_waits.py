@@ -150,3 +150,15 @@ any_ranks_save = patched(
     ),
     kills="CKPT-860",
 )
+
+threads_stay_without_managers = patched(
+    "The thread of retention stays when its manager has gone.",
+    mutated("twinproof.checkpoint.manager:_Cleaner.end", "self._asked.put(False)", "self._asked.put(True)"),
+    kills="CKPT-865",
+)
+
+readers_have_retention = patched(
+    "A manager that only loads has a thread to delete with.",
+    mutated("twinproof.checkpoint.manager:CheckpointManager._set_up", " and not self.policy.load_only", ""),
+    kills="CKPT-865",
+)
