@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.harness.planted import active_bug
 from conformance.kvstore.cases import assert_bits, contents, ids_of, random_rows, save, store_of
 from twinproof.errors import ConfigError, StoreClosedError
 
@@ -417,6 +420,153 @@ def test_closed_evictors(kvstore: Any) -> None:
     assert_equal(
         [trigger for trigger, found in left.items() if found() is not None], [], where="evictors that are left"
     )
+
+
+# A program that ends while a round of its evictor runs, which goes on until it is closed. It says which threads are left.
+_ENDS_IN_A_ROUND = """
+import atexit, os, signal, sys, threading
+atexit.register(lambda: print([each.name for each in threading.enumerate() if "evict" in each.name]))
+import torch
+from conformance.harness.implementation import component
+from conformance.harness.planted import activate, find_bug
+how, impl, *planted = sys.argv[1:]
+kvstore = component(impl, "kvstore")
+if planted:
+    bug = activate(planted[0], find_bug(*planted))
+    bug.__enter__()
+store, begun = kvstore.KVStore({"t": kvstore.RowLayout(4)}), threading.Event()
+begin = store.start_eviction
+def start_eviction(*arguments, **options):
+    found, many = begin(*arguments, **options), torch.ones(1 << 23)
+    def step():
+        # Nearly always in an operator, without the interpreter's lock.
+        begun.set()
+        return bool(many.sum() > 0)
+    found.step = step
+    return found
+store.start_eviction = start_eviction
+evictor = kvstore.BackgroundEvictor(store, "t", trigger_rows=1, policy=kvstore.EvictionPolicy.count(1))
+store.set("t", torch.arange(9), torch.ones(9, 4))
+if not begun.wait(60):
+    os._exit(99)
+if how == "raise":
+    raise LookupError("of the program")
+if how == "exit":
+    sys.exit(3)
+if how == "fork":
+    held, let_go = threading.Event(), threading.Event()
+    def hold():
+        with evictor._worker.condition:
+            held.set()
+            let_go.wait(60)
+    threading.Thread(target=hold).start()
+    held.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        sys.exit(5)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    let_go.set()
+    sys.exit(status)
+"""
+
+
+@requirement(
+    "KV-427",
+    "A program that ends while a background evictor is in a round, by itself, with a status, by an error or in a "
+    "forked process, MUST end with its own status and words, when the evictor's thread has ended.",
+)
+def test_programs_that_end(impl: Any, kvstore: Any) -> None:
+    planted = active_bug()
+    arguments = [impl.__name__, *((planted[0], planted[1].id) if planted is not None else ())]
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    endings = {
+        "end": (0, "[]\n", ""),
+        "exit": (3, "[]\n", ""),
+        "raise": (1, "[]\n", "LookupError: of the program"),
+        "fork": (5, "[]\n[]\n", ""),
+    }
+    programs = {
+        how: subprocess.Popen(
+            [sys.executable, "-P", "-W", "ignore", "-c", _ENDS_IN_A_ROUND, how, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=paths,
+        )
+        for how in endings
+    }
+    found: dict[str, Any] = {}
+    for how, program in programs.items():
+        try:
+            told, errors = program.communicate(timeout=60)
+            found[how] = (program.returncode, told, errors.strip().rpartition("\n")[2])
+        except subprocess.TimeoutExpired:
+            found[how] = "no end"
+        finally:
+            program.kill()
+            program.wait()
+    assert_equal(found, endings, where="status, threads that are left, and the last words")
+
+
+def _dropped_evictor(kvstore: Any, how: str, is_late: threading.Event) -> tuple[Any, threading.Thread]:
+    """A store whose evictor nobody has, and its thread, idle or in or behind a round, when that has begun."""
+    store, begun, known = _stored(kvstore), threading.Event(), threading.enumerate()
+    begin = store.start_eviction
+
+    def step() -> bool:
+        begun.set()
+        return not is_late.is_set()
+
+    def start_eviction(*arguments: Any, **options: Any) -> Any:
+        found = begin(*arguments, **options)
+        if threading.current_thread() is not threading.main_thread():
+            if how == "in a round":
+                found.step = step
+            elif how != "idle":
+                raise LookupError("of a round")
+        return found
+
+    store.start_eviction = start_eviction
+    evictor = kvstore.BackgroundEvictor(store, "t", trigger_rows=1, policy=kvstore.EvictionPolicy.count(9))
+    (thread,) = (each for each in threading.enumerate() if each not in known)
+    if how in ("in a round", "idle"):
+        del evictor
+        gc.collect()
+    store.set("t", ids_of([1]), torch.zeros(1, 4))
+    if how == "in a round":
+        assert_equal(begun.wait(60), True, where="a round of an evictor that only its store has")
+    elif how == "idle":
+        while store.size("t") and thread.is_alive():
+            gc.collect()
+        assert_equal(store.size("t"), 0, where="rows that an evictor leaves which only its store has")
+    elif how == "told":
+        with raises(LookupError, where="a round that failed"):
+            evictor.wait()
+    else:
+        with evictor._worker.condition:
+            evictor._worker.condition.wait_for(lambda: evictor._failure is not None, 60)
+    return store, thread
+
+
+@requirement(
+    "KV-428",
+    "A background evictor that nobody closed MUST go on while its store lives, and end with it: both are freed and the "
+    "thread ends, idle, in a round after its slice, or behind one that failed, which is logged unless it was told.",
+)
+@pytest.mark.parametrize("how", ["idle", "in a round", "told", "untold"])
+def test_dropped_evictors(kvstore: Any, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    is_late = threading.Event()
+    store, thread = _dropped_evictor(kvstore, how, is_late)
+    left = weakref.ref(store)
+    del store
+    gc.collect()
+    thread.join(10)
+    found = (thread.is_alive(), left() is not None)
+    is_late.set()
+    assert_equal(found, (False, False), where="whether the thread lives, and the store")
+    words = [record.getMessage() for record in caplog.records if "nobody asked" in record.getMessage()]
+    assert_equal(["LookupError: of a round" in each for each in words], [True] * (how == "untold"), where="the log")
 
 
 def _waits_in_a_child(evictor: Any) -> str:

@@ -6,8 +6,11 @@ slice at most, never for a round: between slices the store is free.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -18,6 +21,8 @@ from twinproof.kvstore.options import EvictionPolicy, EvictionStats, StoreStats
 from twinproof.kvstore.rows import RoundPlan, RowEngine
 
 __all__ = ["BackgroundEvictor", "EvictableStore", "EvictionRound"]
+
+logger = logging.getLogger(__name__)
 
 
 class EvictionRound:
@@ -109,10 +114,113 @@ class EvictableStore(Protocol):
         """Undo ``add_listener``."""
 
 
+class _Worker:
+    """The thread of an evictor, and what it needs: it keeps neither the evictor nor its store.
+
+    Attributes:
+        untold: what a round raised, in words, while nobody has heard of it.
+    """
+
+    def __init__(self, evictor: BackgroundEvictor, table: str) -> None:
+        self.condition = threading.Condition()
+        self.due = self.busy = self.closed = False
+        self.untold: str | None = None
+        self.rounds: list[EvictionStats] = []
+        self._table, self._evictor = table, weakref.ref(evictor)
+        self._thread = threading.Thread(target=self._work, name=f"kvstore-evict-{table}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which ends with the evictor or the program, whichever comes first."""
+        self._thread.start()
+        _working.add(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no round will run; so it is in a forked process, where the thread does not live."""
+        return self.closed or not self._thread.is_alive()
+
+    def wake(self, *, is_due: bool) -> None:
+        """Have a round run, or make the thread look whether it was closed."""
+        # In a forked process the lock may be held for ever, by a thread that does not live there.
+        if self._thread.is_alive():
+            with self.condition:
+                self.due |= is_due
+                self.condition.notify_all()
+
+    def end(self) -> None:
+        """Ask the thread to end after the slice that is running; nobody waits."""
+        self.closed = True
+        self.wake(is_due=False)
+
+    def join(self) -> None:
+        """Wait until the thread, which was asked to, has ended."""
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """End with nobody there who could be told what a round raised: it is logged."""
+        self.end()
+        untold, self.untold = self.untold, None
+        if untold is not None:
+            logger.warning("a round over table %s failed, and nobody asked: %s", self._table, untold)
+
+    def _work(self) -> None:
+        while True:
+            with self.condition:
+                self.busy = False
+                self.condition.notify_all()
+                self.condition.wait_for(lambda: self.due or self.closed)
+                if self.closed:
+                    return
+                self.due, self.busy = False, True
+            try:
+                self._round()
+            except BaseException as error:
+                # Of any class: whoever waits would wait for ever for a thread that has ended.
+                self._keep(error)
+
+    def _round(self) -> None:
+        # Held while a round is planned; its slices hold the rows alone.
+        evictor = self._evictor()
+        found = None if evictor is None else evictor._begin()
+        del evictor
+        if found is None:
+            return
+        while not self.closed and found.step():
+            pass
+        self.rounds.append(found.stats)
+
+    def _keep(self, error: BaseException) -> None:
+        # A store that was closed has nothing to evict.
+        self.untold = None if isinstance(error, StoreClosedError) else f"{type(error).__name__}: {error}"
+        evictor = self._evictor()
+        if evictor is None:
+            self.abandon()
+        else:
+            # Not here: its traceback holds the store.
+            evictor._failure = error
+
+
+# Those whose thread lives, with or without an evictor.
+_working: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads before the interpreter does: one that came back from an operator then would abort the program."""
+    working = list(_working)
+    for worker in working:
+        worker.end()
+    for worker in working:
+        worker.join()
+        worker.abandon()
+
+
 class BackgroundEvictor:
     """Runs an eviction round over a table when one of the triggers given says so; a context manager.
 
-    A round that cannot bring the table below a threshold is not repeated before the next write.
+    A round that cannot bring the table below a threshold is not repeated before the next write. Its store keeps it: one
+    that is not closed ends with the store, or with the program, after the slice that is running. What a round raised
+    that nobody heard of is then logged.
 
     Args:
         store: the store.
@@ -151,13 +259,11 @@ class BackgroundEvictor:
         self._store, self._table, self._step_count = store, table, 0
         self._trigger_rows, self._trigger_bytes, self._trigger_steps = trigger_rows, trigger_bytes, trigger_steps
         self._policy, self._slice_rows = policy, slice_rows
-        self._condition = threading.Condition()
-        self._due = self._busy = self._closed = False
         self._failure: BaseException | None = None
-        self._is_told = False
-        self.rounds: list[EvictionStats] = []
-        self._thread = threading.Thread(target=self._work, name=f"kvstore-evict-{table}", daemon=True)
-        self._thread.start()
+        self._worker = _Worker(self, table)
+        # The thread is asked to end when nobody has the evictor any more; at exit it is waited for.
+        weakref.finalize(self, self._worker.abandon).atexit = False
+        self._worker.start()
         if trigger_rows is not None or trigger_bytes is not None:
             store.add_listener(self._written)
         if trigger_steps is not None:
@@ -183,39 +289,26 @@ class BackgroundEvictor:
             self._make_due()
 
     def _make_due(self) -> None:
-        with self._condition:
-            self._due = True
-            self._condition.notify_all()
+        self._worker.wake(is_due=True)
 
-    def _work(self) -> None:
-        while True:
-            with self._condition:
-                self._busy = False
-                self._condition.notify_all()
-                self._condition.wait_for(lambda: self._due or self._closed)
-                if self._closed:
-                    return
-                self._due, self._busy = False, True
-            try:
-                self._round()
-            except BaseException as error:
-                # Of any class: whoever waits would wait for ever for a thread that has ended.
-                self._failure, self._is_told = error, False
+    def _begin(self) -> EvictionRound:
+        return self._store.start_eviction(self._table, policy=self._policy, slice_rows=self._slice_rows)
 
-    def _round(self) -> None:
-        found = self._store.start_eviction(self._table, policy=self._policy, slice_rows=self._slice_rows)
-        while not self._closed and found.step():
-            pass
-        self.rounds.append(found.stats)
+    @property
+    def rounds(self) -> list[EvictionStats]:
+        """What each round did so far."""
+        return self._worker.rounds
 
     def wait(self) -> list[EvictionStats]:
         """Wait until nothing is due; the rounds so far.
 
         Raises what a round raised; ConfigError in a forked process, where the thread does not live.
         """
-        with self._condition:
-            self._condition.wait_for(lambda: self._is_over() or not (self._due or self._busy))
-        if self._is_over() and not self._closed:
+        worker = self._worker
+        if not worker.is_over:
+            with worker.condition:
+                worker.condition.wait_for(lambda: worker.is_over or not (worker.due or worker.busy))
+        if worker.is_over and not worker.closed:
             raise ConfigError(
                 "a forked process has no thread of this evictor, and nothing is evicted",
                 got=f"process {os.getpid()}",
@@ -223,12 +316,9 @@ class BackgroundEvictor:
                 where=self._table,
             )
         if self._failure is not None:
-            self._is_told = True
+            worker.untold = None
             raise self._failure
-        return list(self.rounds)
-
-    def _is_over(self) -> bool:
-        return self._closed or not self._thread.is_alive()
+        return list(worker.rounds)
 
     def close(self) -> None:
         """End after the slice that is running; twice is harmless. Raises what a round raised and nobody waited for."""
@@ -236,18 +326,15 @@ class BackgroundEvictor:
         self._tell()
 
     def _tell(self) -> None:
-        failure, was_told, self._is_told = self._failure, self._is_told, True
-        # A store that was closed has nothing to evict.
-        if failure is not None and not was_told and not isinstance(failure, StoreClosedError):
+        failure, untold, self._worker.untold = self._failure, self._worker.untold, None
+        if failure is not None and untold is not None:
             raise failure
 
     def _end(self) -> None:
         self._store.remove_listener(self._written)
         self._store.remove_listener(self._stepped)
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
-        self._thread.join()
+        self._worker.end()
+        self._worker.join()
 
     def __enter__(self) -> BackgroundEvictor:
         return self

@@ -121,7 +121,7 @@ short_reads_are_whole = patched(
 
 waits_for_rounds_that_never_end = patched(
     "Who waits for an evictor waits for rounds that are due, closed or not.",
-    mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "self._is_over() or not", "not"),
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "worker.is_over or not", "not"),
     kills="KV-391",
 )
 

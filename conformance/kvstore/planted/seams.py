@@ -187,15 +187,15 @@ def long_payloads_carry(
     store.write(table, ids, weights.view(torch.uint8), 16, now, visit=False)
 
 
-@fault(kills="KV-199", at="twinproof.kvstore.eviction:BackgroundEvictor._round")
-def rounds_end_the_thread(original: Any, evictor: Any) -> None:
+@fault(kills="KV-199", at="twinproof.kvstore.eviction:_Worker._round")
+def rounds_end_the_thread(original: Any, worker: Any) -> None:
     """What is no Exception ends the evictor's thread, and nobody hears of it."""
     try:
-        original(evictor)
+        original(worker)
     except Exception:
         raise
     except BaseException:
-        evictor.rounds.clear()
+        worker.rounds.clear()
 
 
 @fault(kills="KV-200", at="fastimpl.ops:file_read")

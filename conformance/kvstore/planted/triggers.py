@@ -42,22 +42,22 @@ other_listeners_removed = patched(
 
 waits_for_the_next_alone = patched(
     "Waiting ends when a round has begun.",
-    mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "(self._due or self._busy)", "self._due"),
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "(worker.due or worker.busy)", "worker.due"),
     kills="KV-251",
 )
 forgets_what_came_in_a_round = patched(
     "That a round is due is forgotten when it has run, with what triggered the next one meanwhile.",
     mutated(
-        "twinproof.kvstore.eviction:BackgroundEvictor._work",
-        "self._due, self._busy = False, True\n        try:\n            self._round()",
-        "self._busy = True\n        try:\n            self._round()\n            self._due = False",
+        "twinproof.kvstore.eviction:_Worker._work",
+        "self.due, self.busy = False, True\n        try:\n            self._round()",
+        "self.busy = True\n        try:\n            self._round()\n            self.due = False",
     ),
     kills="KV-267",
 )
 partial_rounds_not_told = patched(
     "What a round did that was ended by close is not told.",
     mutated(
-        "twinproof.kvstore.eviction:BackgroundEvictor._round",
+        "twinproof.kvstore.eviction:_Worker._round",
         "self.rounds.append(found.stats)",
         "self.rounds.extend([found.stats] if found.done else [])",
     ),
@@ -66,9 +66,9 @@ partial_rounds_not_told = patched(
 first_failure_is_the_end = patched(
     "A round that fails is the last one.",
     mutated(
-        "twinproof.kvstore.eviction:BackgroundEvictor._work",
-        "self._due, self._busy = False, True",
-        "self._due, self._busy = False, True\n            if self._failure is not None: continue",
+        "twinproof.kvstore.eviction:_Worker._work",
+        "self.due, self.busy = False, True",
+        "self.due, self.busy = False, True\n            if self._evictor()._failure is not None: continue",
     ),
     kills="KV-271",
 )
@@ -138,7 +138,9 @@ failures_lost_at_the_end = patched(
 
 failures_told_again = patched(
     "What a round raised is raised by every close.",
-    mutated("twinproof.kvstore.eviction:BackgroundEvictor._tell", "self._is_told, True", "self._is_told, False"),
+    mutated(
+        "twinproof.kvstore.eviction:BackgroundEvictor._tell", "self._worker.untold, None", "self._worker.untold, 'told'"
+    ),
     kills="KV-425",
 )
 
@@ -150,12 +152,12 @@ failures_before_errors = patched(
 
 waits_for_a_thread_of_another_process = patched(
     "Who waits in a forked process waits for a thread that does not live there.",
-    mutated("twinproof.kvstore.eviction:BackgroundEvictor._is_over", "or not self._thread.is_alive()", ""),
+    mutated("twinproof.kvstore.eviction:_Worker.is_over", "or not self._thread.is_alive()", ""),
     kills="KV-432",
 )
 silence_in_a_forked_process = patched(
     "Waiting in a forked process ends, as if there were nothing to do.",
-    mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "and not self._closed:", "and False:"),
+    mutated("twinproof.kvstore.eviction:BackgroundEvictor.wait", "and not worker.closed:", "and False:"),
     kills="KV-432",
 )
 nobody_behind_one_that_raises = patched(
@@ -175,4 +177,36 @@ steps_not_told_behind_a_write_that_raises = patched(
         "finally:\n        pass\n    _tell(self._step_listeners, table)",
     ),
     kills="KV-433",
+)
+
+
+programs_abort = patched(
+    "A program asks the threads of its evictors to end, and ends before them.",
+    mutated("twinproof.kvstore.eviction:_end_all", "worker.join()", "pass"),
+    kills="KV-427",
+)
+rounds_outlive_their_evictor = patched(
+    "A round goes on to its end, though nobody has its evictor any more.",
+    mutated("twinproof.kvstore.eviction:_Worker._round", "while not self.closed and found.step", "while found.step"),
+    kills="KV-428",
+)
+forked_programs_wait_for_a_lock = patched(
+    "A forked process that ends takes a lock that a thread holds which does not live there.",
+    mutated("twinproof.kvstore.eviction:_Worker.wake", "if self._thread.is_alive():", "if True:"),
+    kills="KV-427",
+)
+threads_keep_their_evictor = patched(
+    "The thread of an evictor keeps it.",
+    mutated("twinproof.kvstore.eviction:_Worker.__init__", "weakref.ref(evictor)", "lambda: evictor"),
+    kills="KV-428",
+)
+failures_keep_their_store = patched(
+    "The thread of an evictor keeps what a round raised, and with it the store.",
+    mutated("twinproof.kvstore.eviction:_Worker._keep", "evictor._failure =", "evictor._failure = self.failure ="),
+    kills="KV-428",
+)
+failures_nobody_ever_hears_of = patched(
+    "What a round raised is lost with the evictor.",
+    mutated("twinproof.kvstore.eviction:_Worker.abandon", "if untold is not None:", "if False:"),
+    kills="KV-428",
 )
