@@ -66,17 +66,23 @@ def process_state() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "threads of an operator": torch.get_num_threads(),
-        "threads of ours": sorted(each.name for each in threading.enumerate() if each.name.startswith(_THREADS)),
     }
+
+
+def _threads_of_ours() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name.startswith(_THREADS)}
 
 
 @contextmanager
 def process_left_as_it_was() -> Iterator[None]:
     """Raise Mismatch where what runs inside leaves the process otherwise; the next one finds it as it was."""
-    before, opened = process_state(), _open_files()
+    before, opened, running = process_state(), _open_files(), _threads_of_ours()
     try:
         yield
         assert_equal(process_state(), before, where="the process behind the test")
+        # One that an earlier test left may end in a later one, when garbage is collected.
+        left = sorted(each.name for each in _threads_of_ours() - running)
+        assert_equal({"threads of ours": left}, {"threads of ours": []}, where="the process behind the test")
         if _open_files() - opened:
             # An error that was caught may hold a file, in a circle that nobody has collected yet.
             gc.collect()

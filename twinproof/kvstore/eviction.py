@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -123,6 +124,9 @@ class _Worker:
 
     def __init__(self, evictor: BackgroundEvictor, table: str) -> None:
         self.condition = threading.Condition()
+        # The thread waits for calls, one a round that is due and one at the end. Such a queue may be put into by what
+        # interrupts the thread itself, as a collection of garbage that finds its evictor; a condition loses that.
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.due = self.busy = self.closed = False
         self.untold: str | None = None
         self.rounds: list[EvictionStats] = []
@@ -139,44 +143,52 @@ class _Worker:
         """Whether no round will run; so it is in a forked process, where the thread does not live."""
         return self.closed or not self._thread.is_alive()
 
-    def wake(self, *, is_due: bool) -> None:
-        """Have a round run, or make the thread look whether it was closed."""
+    def call(self) -> None:
+        """Have a round run, behind the one that is running."""
         # In a forked process the lock may be held for ever, by a thread that does not live there.
         if self._thread.is_alive():
             with self.condition:
-                self.due |= is_due
-                self.condition.notify_all()
+                if not self.due:
+                    self.due = True
+                    self._calls.put(None)
 
     def end(self) -> None:
-        """Ask the thread to end after the slice that is running; nobody waits."""
+        """Ask the thread to end after the slice that is running; who waits for a round waits no longer."""
+        self._ask_to_end()
+        if self._thread.is_alive():
+            with self.condition:
+                self.condition.notify_all()
+
+    def _ask_to_end(self) -> None:
         self.closed = True
-        self.wake(is_due=False)
+        self._calls.put(None)
 
     def join(self) -> None:
         """Wait until the thread, which was asked to, has ended."""
         self._thread.join()
 
     def abandon(self) -> None:
-        """End with nobody there who could be told what a round raised: it is logged."""
-        self.end()
+        """End with nobody there who waits, or could be told what a round raised: it is logged."""
+        self._ask_to_end()
         untold, self.untold = self.untold, None
         if untold is not None:
             logger.warning("a round over table %s failed, and nobody asked: %s", self._table, untold)
 
     def _work(self) -> None:
         while True:
+            self._calls.get()
+            if self.closed:
+                return
             with self.condition:
-                self.busy = False
-                self.condition.notify_all()
-                self.condition.wait_for(lambda: self.due or self.closed)
-                if self.closed:
-                    return
                 self.due, self.busy = False, True
             try:
                 self._round()
             except BaseException as error:
                 # Of any class: whoever waits would wait for ever for a thread that has ended.
                 self._keep(error)
+            with self.condition:
+                self.busy = False
+                self.condition.notify_all()
 
     def _round(self) -> None:
         # Held while a round is planned; its slices hold the rows alone.
@@ -289,7 +301,7 @@ class BackgroundEvictor:
             self._make_due()
 
     def _make_due(self) -> None:
-        self._worker.wake(is_due=True)
+        self._worker.call()
 
     def _begin(self) -> EvictionRound:
         return self._store.start_eviction(self._table, policy=self._policy, slice_rows=self._slice_rows)

@@ -66,9 +66,9 @@ partial_rounds_not_told = patched(
 first_failure_is_the_end = patched(
     "A round that fails is the last one.",
     mutated(
-        "twinproof.kvstore.eviction:_Worker._work",
-        "self.due, self.busy = False, True",
-        "self.due, self.busy = False, True\n            if self._evictor()._failure is not None: continue",
+        "twinproof.kvstore.eviction:_Worker._round",
+        "if evictor is None else",
+        "if evictor is None or evictor._failure is not None else",
     ),
     kills="KV-271",
 )
@@ -192,7 +192,7 @@ rounds_outlive_their_evictor = patched(
 )
 forked_programs_wait_for_a_lock = patched(
     "A forked process that ends takes a lock that a thread holds which does not live there.",
-    mutated("twinproof.kvstore.eviction:_Worker.wake", "if self._thread.is_alive():", "if True:"),
+    mutated("twinproof.kvstore.eviction:_Worker.end", "if self._thread.is_alive():", "if True:"),
     kills="KV-427",
 )
 threads_keep_their_evictor = patched(
