@@ -422,18 +422,28 @@ def test_closed_evictors(kvstore: Any) -> None:
     )
 
 
-# A program that ends in a round of its evictor, which goes on until it is closed. It says which threads are left.
+# Programs, one for each ending, that end in a round of their evictor, which goes on until it is closed. Each says which
+# threads are left; they are forked from one, which says how each has ended.
 _ENDS_IN_A_ROUND = """
 import atexit, os, signal, sys, threading
-atexit.register(lambda: print([each.name for each in threading.enumerate() if "evict" in each.name]))
+atexit.register(lambda: print([each.name for each in threading.enumerate() if "evict" in each.name], flush=True))
 import torch
 from conformance.harness.implementation import component
 from conformance.harness.planted import activate, find_bug
-how, impl, *planted = sys.argv[1:]
+impl, *planted = sys.argv[1:]
 kvstore = component(impl, "kvstore")
 if planted:
     bug = activate(planted[0], find_bug(*planted))
     bug.__enter__()
+torch.set_num_threads(1)
+for how in ("end", "exit", "raise", "fork"):
+    program = os.fork()
+    if program == 0:
+        signal.alarm(30)
+        break
+    print(how, os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]), flush=True)
+else:
+    os._exit(0)
 store, begun = kvstore.KVStore({"t": kvstore.RowLayout(4)}), threading.Event()
 begin = store.start_eviction
 def start_eviction(*arguments, **options):
@@ -443,7 +453,7 @@ def start_eviction(*arguments, **options):
         begun.set()
         while not evictor._worker.closed:
             many.sum()
-        return bool(sum(many.sum() for _ in range(60)) > 0)
+        return bool(sum(many.sum() for _ in range(150)) > 0)
     found.step = step
     return found
 store.start_eviction = start_eviction
@@ -465,7 +475,7 @@ if how == "fork":
     held.wait(60)
     child = os.fork()
     if child == 0:
-        signal.alarm(10)
+        signal.alarm(3)
         sys.exit(5)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     let_go.set()
@@ -482,33 +492,12 @@ def test_programs_that_end(impl: Any, kvstore: Any) -> None:
     planted = active_bug()
     arguments = [impl.__name__, *((planted[0], planted[1].id) if planted is not None else ())]
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    endings = {
-        "end": (0, "[]\n", ""),
-        "exit": (3, "[]\n", ""),
-        "raise": (1, "[]\n", "LookupError: of the program"),
-        "fork": (5, "[]\n[]\n", ""),
-    }
-    programs = {
-        how: subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-c", _ENDS_IN_A_ROUND, how, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=paths,
-        )
-        for how in endings
-    }
-    found: dict[str, Any] = {}
-    for how, program in programs.items():
-        try:
-            told, errors = program.communicate(timeout=60)
-            found[how] = (program.returncode, told, errors.strip().rpartition("\n")[2])
-        except subprocess.TimeoutExpired:
-            found[how] = "no end"
-        finally:
-            program.kill()
-            program.wait()
-    assert_equal(found, endings, where="status, threads that are left, and the last words")
+    program = [sys.executable, "-P", "-W", "ignore", "-c", _ENDS_IN_A_ROUND, *arguments]
+    ended = subprocess.run(program, capture_output=True, text=True, env=paths, timeout=100)
+    expected = ["[]", "end 0", "[]", "exit 3", "[]", "raise 1", "[]", "[]", "fork 5"]
+    assert_equal(ended.stdout.splitlines(), expected, where="threads that are left, and the status of each program")
+    words = [line for line in ended.stderr.splitlines() if line and not line.startswith((" ", "Traceback"))]
+    assert_equal(words, ["LookupError: of the program"], where="words of all programs")
 
 
 def _dropped_evictor(kvstore: Any, how: str, is_late: threading.Event) -> tuple[Any, threading.Thread]:
@@ -563,7 +552,7 @@ def test_dropped_evictors(kvstore: Any, how: str, caplog: pytest.LogCaptureFixtu
     left = weakref.ref(store)
     del store
     gc.collect()
-    thread.join(10)
+    thread.join(2)
     found = (thread.is_alive(), left() is not None)
     is_late.set()
     assert_equal(found, (False, False), where="whether the thread lives, and the store")
