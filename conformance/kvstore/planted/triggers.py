@@ -186,9 +186,9 @@ programs_abort = patched(
     kills="KV-427",
 )
 rounds_outlive_their_evictor = patched(
-    "A round goes on to its end, though nobody has its evictor any more.",
+    "A round goes on to its end, though its evictor was closed.",
     mutated("twinproof.kvstore.eviction:_Worker._round", "while not self.closed and found.step", "while found.step"),
-    kills="KV-428",
+    kills="KV-270",
 )
 forked_programs_wait_for_a_lock = patched(
     "A forked process that ends takes a lock that a thread holds which does not live there.",
