@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -477,10 +476,10 @@ def _save_without_retention(rank: Rank, path: str, mode: str) -> tuple[list[bool
     said: list[str] = []
     trainer, checkpoint = Trainer(1), rank.component("checkpoint")
     with trainer.manager(checkpoint, path, interval=1, keep_latest_k=1, async_mode=mode) as manager:
-        cleaner = manager._cleaner
-        asked = cleaner._asked if rank.rank == 0 else queue.Queue()
+        # The other ranks have none.
+        cleaner = manager._cleaner or mock.Mock()
         warn = mock.patch.object(manager_module.logger, "warning", lambda text, *given: said.append(text % given))
-        full = mock.patch.object(asked, "put", side_effect=MemoryError("no memory"))
+        full = mock.patch.object(cleaner, "clean", side_effect=MemoryError("no memory"))
         with warn, full, succeeds("saves", where=f"{mode}, rank {rank.rank}"):
             saved = [manager.save(step) for step in (1, 2)]
             manager.maybe_wait_for_saving()
