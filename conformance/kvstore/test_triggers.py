@@ -439,7 +439,7 @@ torch.set_num_threads(1)
 for how in ("end", "exit", "raise", "fork"):
     program = os.fork()
     if program == 0:
-        signal.alarm(30)
+        signal.alarm(200)
         break
     print(how, os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]), flush=True)
 else:
@@ -475,7 +475,7 @@ if how == "fork":
     held.wait(60)
     child = os.fork()
     if child == 0:
-        signal.alarm(3)
+        signal.alarm(60)
         sys.exit(5)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     let_go.set()
@@ -488,12 +488,13 @@ if how == "fork":
     "A program that ends while a background evictor is in a round, by itself, with a status, by an error or in a "
     "forked process, MUST end with its own status and words, when the evictor's thread has ended.",
 )
+@pytest.mark.night
 def test_programs_that_end(impl: Any, kvstore: Any) -> None:
     planted = active_bug()
     arguments = [impl.__name__, *((planted[0], planted[1].id) if planted is not None else ())]
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     program = [sys.executable, "-P", "-W", "ignore", "-c", _ENDS_IN_A_ROUND, *arguments]
-    ended = subprocess.run(program, capture_output=True, text=True, env=paths, timeout=100)
+    ended = subprocess.run(program, capture_output=True, text=True, env=paths, timeout=600)
     expected = ["[]", "end 0", "[]", "exit 3", "[]", "raise 1", "[]", "[]", "fork 5"]
     assert_equal(ended.stdout.splitlines(), expected, where="threads that are left, and the status of each program")
     words = [line for line in ended.stderr.splitlines() if line and not line.startswith((" ", "Traceback"))]
