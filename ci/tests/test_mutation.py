@@ -252,6 +252,7 @@ def test_a_build_that_cannot_begin_is_no_verdict(
         mutation.build_plain(tmp_path)
 
 
+@pytest.mark.usefixtures("mutation")
 @pytest.mark.parametrize(
     ("before", "after", "sensible"),
     [
