@@ -288,10 +288,15 @@ def test_forked_meanwhile(checkpoint: Any, tmp_path: Path) -> None:
                 child = os.fork()
             if child == 0:
                 signal.alarm(20)
-                is_on = gc.isenabled()
                 found.append(0)
-                checkpoint.HuggingFaceStorageReader(tmp_path / "ck").read_metadata()
-                os._exit(2 * is_on + gc.isenabled())
+                told = 0
+                try:
+                    told = 2 * gc.isenabled()
+                    checkpoint.HuggingFaceStorageReader(tmp_path / "ck").read_metadata()
+                    told += gc.isenabled()
+                finally:
+                    # Whatever it raised, the child may not go on as another run of the tests.
+                    os._exit(told)
             found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         return read_catalog(*args, **options)
 

@@ -43,4 +43,5 @@ def collector_paused() -> Iterator[None]:
         with _pauses.lock:
             if _pauses.count == 1 and _pauses.was_enabled:
                 gc.enable()
+            # A process that was forked in here has ended it already.
             _pauses.count = max(_pauses.count - 1, 0)

@@ -173,7 +173,7 @@ class NativeStorageWriter(FileSystemWriter):
         """
         if self.rank_count not in (None, len(plans)):
             raise ConfigError(
-                "other ranks save than were to; was the process group destroyed before close()?",
+                "other ranks save than were to; the process group has come or gone since the manager was made",
                 got=len(plans),
                 expected=self.rank_count,
                 where=self.target,

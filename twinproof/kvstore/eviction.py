@@ -23,7 +23,7 @@ from twinproof.kvstore.rows import RoundPlan, RowEngine
 
 __all__ = ["BackgroundEvictor", "EvictableStore", "EvictionRound"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("twinproof.kvstore")
 
 
 class EvictionRound:
