@@ -19,6 +19,7 @@ from typing import Any
 
 import safetensors
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, assert_same_tensors
 from conformance.provers.pretend_device import on_host
+from twinproof.checkpoint.groups import end_group, own_group
 
 DTYPES: tuple[torch.dtype, ...] = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -61,6 +63,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     """A target of the same shape and dtype whose bits differ from nearly everything."""
     return bits(torch.empty(tensor.shape, dtype=tensor.dtype)).fill_(0x55).view(tensor.dtype)
+
+
+def make_groups_to_keep() -> None:
+    """Make what a process keeps of groups for all its saves: one group, and one by which ranks agree."""
+    for _ in range(2 if dist.is_initialized() and dist.get_world_size() > 1 else 0):
+        end_group(own_group())
 
 
 def oracle(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:

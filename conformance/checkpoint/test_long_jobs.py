@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +21,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+import twinproof.checkpoint.groups as groups
 import twinproof.checkpoint.manager as manager_module
-from conformance.checkpoint.cases import load, mesh_of, own_count, save, zeros_like
+from conformance.checkpoint.cases import load, make_groups_to_keep, mesh_of, own_count, save, zeros_like
 from conformance.checkpoint.crash_folders import NEW, OLD, leftovers, save_seed, state_in
 from conformance.checkpoint.crash_programs import MAPPING, make_state
 from conformance.checkpoint.trainer import Trainer
@@ -261,13 +263,17 @@ def test_groups_of_writers(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> N
 
 
 def _left_by_errors(rank: Rank, path: str) -> list[dict[str, int]]:
+    make_groups_to_keep()
     checkpoint, held = rank.component("checkpoint"), [_held()]
     makers: tuple[Any, ...] = (
         lambda: checkpoint.HuggingFaceStorageWriter(f"{path}/ck"),
         lambda: checkpoint.CheckpointManager(f"{path}/run", model=torch.nn.Linear(2, 2), interval=1),
     )
+    kept = []
     for make in makers:
-        with contextlib.suppress(ZeroDivisionError), make():
+        with contextlib.suppress(ZeroDivisionError), make() as made:
+            # One that is gone gives back what it has, too.
+            kept.append(made)
             raise ZeroDivisionError
         held.append(_held())
     return held
@@ -352,6 +358,7 @@ def _accelerated() -> Iterator[None]:
 @_accelerated()
 def _left_by_refusals(rank: Rank, path: str) -> dict[str, int]:
     checkpoint, found = rank.component("checkpoint"), dict[str, int]()
+    make_groups_to_keep()
     for options in _NO_WRITERS:
         with _left(found, f"a writer of {options}"), raises(ConfigError, where=f"a writer of {options}"):
             checkpoint.HuggingFaceStorageWriter(f"{path}/ck", **options)
@@ -469,6 +476,8 @@ def _make_while_others_connect(rank: Rank, folder: str) -> list[str]:
         if rank.rank == 1:
             changed = {"new_group": make_group}
         with pytest.MonkeyPatch.context() as patch:
+            # As in a process that has made no group before.
+            patch.setattr(groups, "_pools", weakref.WeakKeyDictionary())
             for attribute, value in changed.items():
                 patch.setattr(dist, attribute, value)
             made = make()

@@ -25,6 +25,7 @@ from conformance.checkpoint.cases import (
     PT,
     Tiled,
     load_ranks,
+    make_groups_to_keep,
     mesh_of,
     oracle,
     random_bits,
@@ -37,7 +38,7 @@ from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_sa
 from conformance.harness.raising import errors_inside
 from conformance.provers.ranks import RankPool
 from twinproof.checkpoint import manager as manager_module
-from twinproof.checkpoint.publish import group_to_save_in
+from twinproof.checkpoint.groups import group_to_save_in
 from twinproof.errors import ConfigError
 
 
@@ -208,7 +209,7 @@ def _over_new_groups(rank: Rank, path: str) -> None:
         assert_equal(waits, limit, where="how long the group waits for a rank that writes")
         for each in (*writers, manager) * 2:
             each.close()
-        assert_equal(len(groups), 1, where="groups that are left")
+        assert_equal(len(groups), 2, where="groups that are left: the default one, and one for the next save")
     dist.destroy_process_group()
 
 
@@ -344,8 +345,8 @@ def _groups_to_save_in(rank: Rank) -> None:
         with group_to_save_in(given) as group:
             assert_equal(group in (None, given, world), False, where="a group of its own, for all ranks")
             assert_equal((dist.get_world_size(group), dist.get_rank(group)), (3, rank.rank), where="its ranks")
-        with raises(KeyError, where="a group that was made is ended"):
-            dist.get_process_group_ranks(group)
+        with group_to_save_in(given) as next_group:
+            assert_equal(next_group is group, True, where="a group that was made is there for the next save")
     if rank.rank < 2:
         with group_to_save_in(pair) as group:
             assert_equal(group is pair, True, where="the group of some ranks")
@@ -367,8 +368,8 @@ def _group_alone(rank: Rank) -> None:
 
 @requirement(
     "CKPT-796",
-    "A save by all ranks MUST have a group of its own, which it ends; one by some of them theirs, which stays, and "
-    "which MUST be refused by name where it carries nothing of the CPU; a process alone has none.",
+    "A save by all ranks MUST have a group of its own, which it gives back; one by some of them theirs, which stays, "
+    "and which MUST be refused by name where it carries nothing of the CPU; a process alone has none.",
 )
 def test_groups_of_saves(rank_pool: Any) -> None:
     rank_pool.run(_groups_to_save_in, 3)
@@ -445,6 +446,9 @@ def _refused_on_one(rank: Rank, path: str) -> dict[str, str]:
     }
     usual: dict[str, dict[str, Any]] = {"writer": {}, "manager": {"model": torch.nn.Linear(1, 1), "interval": 1}}
     groups = dist.distributed_c10d._world.pg_map
+    make_groups_to_keep()
+    with raises(ConfigError, where="what ends the group that is kept"):
+        kinds["writer"](block_bytes=65)
     for at in range(rank.world_size):
         for name, (kind, bad, good) in _REFUSED_ON_ONE.items():
             before, error = len(groups), "nothing"

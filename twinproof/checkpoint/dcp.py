@@ -72,6 +72,7 @@ from twinproof.checkpoint.format import (
     torch_dtype,
     waited,
 )
+from twinproof.checkpoint.groups import end_group, exchanging, is_gone, own_group
 from twinproof.checkpoint.plan import (
     Arrangement,
     GlobalPlan,
@@ -96,12 +97,9 @@ from twinproof.checkpoint.publish import (
     Staging,
     all_or_none,
     build_index,
-    end_group,
     gather,
     gather_first,
-    is_gone,
     on_any_rank,
-    own_group,
     raise_first,
     rank_count_of,
     reading,
@@ -214,7 +212,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         # Text is no flag, which all ranks are to hear.
         self._make_group(bool(save_distributed) or isinstance(save_distributed, str | bytes))
         # Of what one rank refuses the others hear here, and wait for it nowhere else.
-        with all_or_none(self.group if self._owns_group else None, self.close):
+        own = self.group if self._owns_group else None
+        with exchanging(own), all_or_none(own, self.close):
             self.options = WriterOptions.make(
                 path,
                 mapping=fqn_to_index_mapping,
@@ -250,10 +249,10 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
 
     def _make_group(self, is_distributed: bool) -> None:
         if self.group is None and is_distributed and several_ranks(None) is not None:
-            self.group, self._owns_group = own_group(), True
+            self.group, self._owns_group = own_group(self), True
 
     def close(self) -> None:
-        """Give back the private process group. Safe to call twice."""
+        """Give back the private process group, to the next save. Safe to call twice."""
         if self._owns_group:
             end_group(self.group)
         self.group, self._owns_group = None, False
@@ -418,21 +417,22 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
 
         Raises ConfigError where this rank asks for another save than the coordinator.
         """
-        begun_s = time.perf_counter()
-        instruction, folder, told, planned_count = self._instructed(planner)
+        with exchanging(self.group):
+            begun_s = time.perf_counter()
+            instruction, folder, told, planned_count = self._instructed(planner)
 
-        def checked() -> None:
-            check_told([told, self.options.told(self.path)])
-            check_item_count(plan, planned_count)
+            def checked() -> None:
+                check_told([told, self.options.told(self.path)])
+                check_item_count(plan, planned_count)
 
-        # What follows is not the same on ranks whose options differ, and they would wait for each other.
-        self._settled(checked)
-        if self.options.check_replicas:
-            self._check_replicas(planner)
-        prepared = self._settled(lambda: self._prepared(plan, planner, instruction, folder, begun_s))
-        results, parts = self._settled(lambda: self._written(plan, planner, folder, prepared))
-        if self.options.checksums:
-            self._parts = [part for found in gather_first(parts, self.group) for part in found]
+            # What follows is not the same on ranks whose options differ, and they would wait for each other.
+            self._settled(checked)
+            if self.options.check_replicas:
+                self._check_replicas(planner)
+            prepared = self._settled(lambda: self._prepared(plan, planner, instruction, folder, begun_s))
+            results, parts = self._settled(lambda: self._written(plan, planner, folder, prepared))
+            if self.options.checksums:
+                self._parts = [part for found in gather_first(parts, self.group) for part in found]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from twinproof.checkpoint.dcp import HuggingFaceStorageReader
 from twinproof.checkpoint.format import StrPath, local_path
+from twinproof.checkpoint.groups import begin_exchange, end_exchange, end_group, exchanging, is_gone, own_group
 from twinproof.checkpoint.native import (
     CheckpointFormat,
     NativeStorageWriter,
@@ -50,9 +51,6 @@ from twinproof.checkpoint.native import (
 from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory
 from twinproof.checkpoint.publish import (
     all_or_none,
-    end_group,
-    is_gone,
-    own_group,
     rank_count_of,
     scatter,
     several_ranks,
@@ -260,7 +258,7 @@ class CheckpointManager:
         self._cleaner: _Cleaner | None = None
         self._group = self._own_group()
         # Of what one rank refuses the others hear here, and wait for it nowhere else.
-        with all_or_none(self._group, self.close):
+        with exchanging(self._group), all_or_none(self._group, self.close):
             check_flags(
                 enable=enable,
                 verify_checksums=verify_checksums,
@@ -321,7 +319,7 @@ class CheckpointManager:
         # Text is no flag, which all ranks are to hear.
         is_on = self.enable or isinstance(self.enable, str | bytes)
         # Asynchronous saves exchange messages beside the training loop, whose groups they must not use.
-        return own_group() if is_on and several_ranks(None) is not None else None
+        return own_group(self) if is_on and several_ranks(None) is not None else None
 
     def _check_stager(self) -> None:
         mode = self.policy.async_mode
@@ -401,7 +399,8 @@ class CheckpointManager:
         if not self._saves_at(curr_step, last_step):
             return False
         self.maybe_wait_for_saving()
-        self._save(curr_step, *together(lambda: self._to_save(curr_step, last_step), self._group))
+        with exchanging(self._group):
+            self._save(curr_step, *together(lambda: self._to_save(curr_step, last_step), self._group))
         return True
 
     def _to_save(self, step: int, last_step: bool) -> tuple[State, Any]:
@@ -468,6 +467,8 @@ class CheckpointManager:
                 raise
             staging = getattr(response, "staging_completion", None)
             upload = getattr(response, "upload_completion", response)
+            # Its threads exchange messages until it is there, or has failed.
+            begin_exchange(self._group)
             self._pending = _Pending(step, writer, staging, upload)
         logger.info("step %d: save returned after %.2f s", step, time.monotonic() - begun_s)
 
@@ -505,9 +506,11 @@ class CheckpointManager:
             # An interrupt of the wait is no failure of the save, whose threads go on writing.
             if pending.upload.done() and pending.upload.exception() is error:
                 self._pending = None
+                end_exchange(self._group, is_broken=True)
                 self._failed(pending.writer)
             raise
         self._pending = None
+        end_exchange(self._group, is_broken=False)
         self._saved(pending.step)
 
     # States.
@@ -543,7 +546,8 @@ class CheckpointManager:
             return False
         self.maybe_wait_for_saving()
         try:
-            return self._load(step)
+            with exchanging(self._group):
+                return self._load(step)
         finally:
             if self._cleaner is not None:
                 self._cleaner.let_go()

@@ -17,15 +17,13 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from twinproof.checkpoint.catalog import CHECKSUMS_KEY, read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, is_checkpoint_name
@@ -49,7 +47,6 @@ __all__ = [
     "fsync_path",
     "gather",
     "gather_first",
-    "group_to_save_in",
     "raise_first",
     "rank_count_of",
     "reading",
@@ -443,44 +440,6 @@ def several_ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
-def own_group() -> dist.ProcessGroup:
-    """A group of all ranks for messages of the CPU, connected on every rank when it is returned on any.
-
-    ``dist.new_group`` returns on a rank while others still connect to it: they would fail if it ended the group first.
-    It waits as long as the default group, and at least as long as any group of torch's: ranks may write for hours.
-    """
-    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_patience())
-    dist.barrier(made)
-    return made
-
-
-def _patience() -> timedelta:
-    """The limit of the default group, which torch tells of its backends alone, or torch's own where that is longer."""
-    world: Any = dist.group.WORLD
-    found = [default_pg_timeout]
-    for device in world._device_types:
-        # Not every backend has options.
-        with suppress(AttributeError, RuntimeError):
-            found.append(world._get_backend(device).options._timeout)
-    return max(found)
-
-
-def is_gone(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group went with the default group, which was destroyed since, whether or not it was made anew."""
-    try:
-        if group is not None:
-            dist.get_rank(group)
-    except ValueError:
-        return True
-    return False
-
-
-def end_group(group: dist.ProcessGroup | None) -> None:
-    """Give a group back that is not gone yet."""
-    if group is not None and not is_gone(group):
-        dist.destroy_process_group(group)
-
-
 @contextmanager
 def reading(files: Collection[str], check: Callable[[], object]) -> Iterator[None]:
     """Around what reads files whose headers are known: an error that comes of other files there is told as that.
@@ -501,33 +460,6 @@ def reading(files: Collection[str], check: Callable[[], object]) -> Iterator[Non
             raise storage_error(error, "reading", error.filename) from error
         check()
         raise
-
-
-@contextmanager
-def group_to_save_in(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
-    """The group for a save by the ranks of a group: for all ranks one of their own, for some of them theirs.
-
-    None is the default group. A process alone has none. Only all ranks together can make a group that they may end.
-
-    Raises:
-        ConfigError: a group of some ranks that has no backend for the CPU.
-    """
-    everyone = several_ranks(None)
-    if everyone is None:
-        yield None
-    elif group is None or dist.get_world_size(group) == dist.get_world_size(everyone):
-        made = own_group()
-        try:
-            yield made
-        finally:
-            dist.destroy_process_group(made)
-    else:
-        backends = dist.get_backend_config(group)
-        if "cpu:" not in backends:
-            raise ConfigError(
-                "a group that cannot carry what the CPU has", got=backends, expected="gloo", where="process_group"
-            )
-        yield group
 
 
 def gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -34,7 +34,8 @@ import torch.distributed.checkpoint as dcp
 from twinproof import regime
 from twinproof.checkpoint.catalog import Catalog, check_present, crc32, read_catalog, verify_catalog
 from twinproof.checkpoint.format import buffer_of, local_path, torch_dtype
-from twinproof.checkpoint.publish import group_to_save_in, together
+from twinproof.checkpoint.groups import group_to_save_in
+from twinproof.checkpoint.publish import together
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, check_flags
 from twinproof.kvstore.deltas import (
     FORMS,

@@ -89,7 +89,7 @@ columns_are_runs = patched(
 all_ranks_share_theirs = patched(
     "A save by all ranks uses the group of the caller.",
     mutated(
-        "twinproof.checkpoint.publish:group_to_save_in",
+        "twinproof.checkpoint.groups:group_to_save_in",
         "group is None or dist.get_world_size(group) == dist.get_world_size(everyone)",
         "group is None",
     ),
@@ -97,12 +97,12 @@ all_ranks_share_theirs = patched(
 )
 made_groups_stay = patched(
     "A group that was made for a save stays.",
-    mutated("twinproof.checkpoint.publish:group_to_save_in", "dist.destroy_process_group(made)", "pass"),
+    mutated("twinproof.checkpoint.groups:group_to_save_in", "end_group(made)", "pass"),
     kills="CKPT-796",
 )
 any_backend_saves = patched(
     "A group that carries nothing of the CPU passes.",
-    mutated("twinproof.checkpoint.publish:group_to_save_in", 'if "cpu:" not in backends:', "if False:"),
+    mutated("twinproof.checkpoint.groups:group_to_save_in", 'if "cpu:" not in backends:', "if False:"),
     kills="CKPT-796",
 )
 unread_messages_forgotten = patched(
@@ -119,8 +119,8 @@ writers_refuse_alone = patched(
     "What one rank refuses of a writer it raises alone, and the others go on and wait for it.",
     mutated(
         f"{_DCP}:HuggingFaceStorageWriter.__init__",
-        "self.group if self._owns_group else None, self.close",
-        "None, self.close",
+        "all_or_none(own, self.close)",
+        "all_or_none(None, self.close)",
     ),
     kills="CKPT-809",
 )
@@ -135,7 +135,7 @@ managers_refuse_alone = patched(
 )
 refused_writers_keep_their_groups = patched(
     "A writer that is refused keeps the group that it has made.",
-    mutated(f"{_DCP}:HuggingFaceStorageWriter.__init__", "else None, self.close)", "else None, dict)"),
+    mutated(f"{_DCP}:HuggingFaceStorageWriter.__init__", "all_or_none(own, self.close)", "all_or_none(own, dict)"),
     kills="CKPT-809",
 )
 retention_ends_saves = patched(
@@ -167,12 +167,12 @@ adapted_alone = patched(
 
 closed_without_a_look_at_the_group = patched(
     "A group that is gone is given back again.",
-    mutated("twinproof.checkpoint.publish:end_group", "group is not None and not is_gone(group)", "group is not None"),
-    kills="CKPT-862",
+    mutated("twinproof.checkpoint.groups:_made", "group is not None and dist.is_initialized()", "group is not None"),
+    kills="CKPT-783",
 )
 ranks_waited_for_as_torch_does = patched(
     "The group of a writer waits for ranks as long as torch does that was told nothing.",
-    mutated("twinproof.checkpoint.publish:_patience", "max(found)", "default_pg_timeout"),
+    mutated("twinproof.checkpoint.groups:_patience", "max(found)", "default_pg_timeout"),
     kills="CKPT-862",
 )
 saved_over_a_group_that_is_gone = patched(

@@ -7,9 +7,9 @@ from conformance.harness import mutated, patched
 group_of_a_failed_save = patched(
     "The group that a save makes for itself is given back where the save succeeds.",
     mutated(
-        "twinproof.checkpoint.publish:group_to_save_in",
-        "        try:\n            yield made\n        finally:\n            dist.destroy_process_group(made)\n",
-        "        yield made\n        dist.destroy_process_group(made)\n",
+        "twinproof.checkpoint.groups:group_to_save_in",
+        "        finally:\n            end_group(made)\n",
+        "        except OSError:\n            raise\n        else:\n            end_group(made)\n",
     ),
     kills="KV-374",
     of="fastimpl",
