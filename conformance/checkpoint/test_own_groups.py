@@ -81,7 +81,6 @@ def _save_again_and_again(rank: Rank, path: str) -> list[tuple[str, dict[str, in
     "CKPT-866",
     "Saves one after another, of writers and managers that are closed or dropped, and of rows, MUST leave as many "
     "process groups, keys in the job's store and descriptors behind the sixth as behind the second.",
-    needs=("counted_io",),
 )
 def test_saves_one_after_another(impl: ModuleType, tmp_path: Path) -> None:
     # Of its own: the store of these ranks has no keys of other tests.
