@@ -85,7 +85,7 @@ class _Pool:
         patience = _patience()
         self._asked_count += 1
         # Who saves over one group for ever needs no other.
-        if self._asked_count == 2:
+        if self._agreement is None and self._asked_count >= 2:
             self._agreement = _connected(patience)
         for made in tuple(self.made):
             if not on_any_rank(not made.is_idle(patience), self._agreement):
