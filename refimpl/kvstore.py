@@ -126,14 +126,6 @@ def as_ids(keys: Iterable[int]) -> torch.Tensor:
     return torch.tensor(list(keys), dtype=torch.int64, device="cpu")
 
 
-def occurrences(keys: Iterable[int]) -> dict[int, int]:
-    """How often each key stands there."""
-    counts: dict[int, int] = {}
-    for key in keys:
-        counts[key] = counts.get(key, 0) + 1
-    return counts
-
-
 # Tables of rows, and their order by bucket.
 def bucket(key: int, chosen: Buckets) -> int:
     """The bucket of one id."""
@@ -144,8 +136,8 @@ def sort_ids(ids: torch.Tensor, chosen: Buckets, begin: int, end: int) -> tuple[
     """Ids by bucket, then by id, [n, 1]; how many each of the buckets [begin, end) has, [B, 1]. Raises ConfigError."""
     check_buckets(ids, chosen, begin, end)
     order = sorted(ids.tolist(), key=lambda key: (bucket(key, chosen), key))
-    counts = occurrences(bucket(key, chosen) for key in order)
-    return as_ids(order)[:, None], as_ids(counts.get(number, 0) for number in range(begin, end))[:, None]
+    numbers = as_ids(bucket(key, chosen) - begin for key in order)
+    return as_ids(order)[:, None], numbers.bincount(minlength=end - begin)[:, None]
 
 
 def canonical(layout: RowLayout, rows: torch.Tensor) -> torch.Tensor:
@@ -167,6 +159,7 @@ class DictReader:
     changed: dict[str, dict[int, int]]
     removed: dict[str, dict[int, int]]
     version: int
+    first_mark: int = 0
 
     def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
         found = [self.tables[table].get(key) for key in ids.tolist()]
@@ -185,10 +178,10 @@ class DictReader:
     def size(self, table: str) -> int:
         return len(self.tables[table])
 
-    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         both = (self.changed[table], self.removed[table])
         changed, removed = (as_ids(sorted(key for key in found if found[key] > since)) for found in both)
-        return changed, removed
+        return changed, removed, self.first_mark
 
     def mark(self) -> int:
         return self.version
@@ -238,10 +231,10 @@ class DictRows(DictReader):
 
     def visit(self, table: str, rows: torch.Tensor, ids: torch.Tensor, now: int) -> None:
         """Stamp rows, and count how often ``ids`` names each."""
-        header, named = unpack_header(rows), occurrences(ids.tolist())
+        header, (named, times) = unpack_header(rows), torch.unique(ids, return_counts=True)
         policy, counts = self.options.evictions[table], header.counts
         if policy is None or policy.kind != "score":
-            counts = counts + as_ids(named[key] for key in header.ids.tolist())
+            counts = counts + times[torch.searchsorted(named, header.ids)]
         rows[:, :HEADER_BYTES] = pack_header(Header(header.ids, torch.full_like(counts, now), counts, header.used))
 
     def write(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, *, visit: bool) -> None:
@@ -329,7 +322,13 @@ class DictRows(DictReader):
         tables = {table: dict(rows) for table, rows in self.tables.items()}
         changed = {table: dict(versions) for table, versions in self.changed.items()}
         removed = {table: dict(versions) for table, versions in self.removed.items()}
-        return DictReader(self.options, tables, changed, removed, self.version)
+        return DictReader(self.options, tables, changed, removed, self.version, self.first_mark)
+
+    def forget(self, mark: int) -> None:
+        """What went before a mark is no longer told."""
+        self.first_mark = max(mark, self.first_mark)
+        for table, found in self.removed.items():
+            self.removed[table] = {key: version for key, version in found.items() if version > mark}
 
     def reserve(self, table: str, row_count: int) -> None:
         """A dictionary grows by itself."""
@@ -340,7 +339,8 @@ class DictRows(DictReader):
     def stats(self) -> StoreStats:
         total = sum(map(len, self.tables.values()))
         row_bytes = sum(len(rows) * self.options.rows[table].row_bytes for table, rows in self.tables.items())
-        return StoreStats(total, total, row_bytes, row_bytes, 0, 0, self.evicted_count)
+        log_bytes = 16 * sum(map(len, self.removed.values()))
+        return StoreStats(total, total, row_bytes, row_bytes, 0, 0, self.evicted_count, log_bytes)
 
     sort_ids = staticmethod(sort_ids)
 

@@ -58,8 +58,9 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def("kvstore_contains(Tensor handle, int table, Tensor ids) -> Tensor");
   m.def("kvstore_ids(Tensor handle, int table, int first, int last) -> Tensor");
   m.def("kvstore_size(Tensor handle, int table) -> int");
-  m.def("kvstore_changes(Tensor handle, int table, int since) -> (Tensor, Tensor)");
+  m.def("kvstore_changes(Tensor handle, int table, int since) -> (Tensor, Tensor, int)");
   m.def("kvstore_mark(Tensor handle) -> int");
+  m.def("kvstore_forget(Tensor handle, int mark) -> int");
   m.def("kvstore_write(Tensor handle, int table, Tensor ids, Tensor values, int begin, int now, bool visit) -> int");
   m.def("kvstore_write_rows(Tensor handle, int table, Tensor ids, Tensor rows) -> int");
   m.def("kvstore_write_metadata(Tensor handle, int table, Tensor ids, Tensor words, int mask) -> int");

@@ -38,9 +38,9 @@ class DeviceHandle(KVHandle):
     def ids(self, table: int, first: int, last: int) -> torch.Tensor:
         return super().ids(table, first, last).cpu()
 
-    def changes(self, table: int, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        changed, removed = super().changes(table, since)
-        return changed.cpu(), removed.cpu()
+    def changes(self, table: int, since: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        changed, removed, first_mark = super().changes(table, since)
+        return changed.cpu(), removed.cpu(), first_mark
 
     def write(self, table: int, ids: torch.Tensor, values: torch.Tensor, begin: int, now: int, visit: bool) -> int:
         return super().write(table, self._there(ids), self._there(values), begin, now, visit)

@@ -62,7 +62,7 @@ class NativeReader:
     def size(self, table: str) -> int:
         return self._call(table, self._handle.size)
 
-    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         return self._call(table, self._handle.changes, since)
 
     def mark(self) -> int:
@@ -114,6 +114,9 @@ class NativeRows(NativeReader):
     def evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
         return self._change_and_count(plan.table, self._handle.evict, ids, plan_message(plan))
 
+    def forget(self, mark: int) -> None:
+        check_status(self._call_all(lambda: self._handle.forget(mark)), "changes")
+
     def snapshot(self) -> NativeReader:
         taken = self._call_all(self._handle.snapshot)
         if taken is None:
@@ -132,8 +135,8 @@ class NativeRows(NativeReader):
 
     def stats(self) -> StoreStats:
         counts, snapshot_count = self._call_all(self._handle.stats)
-        rows, blocks, row_bytes, held_bytes, map_bytes, evicted = counts.reshape(-1, 6).sum(dim=0).tolist()
-        return StoreStats(rows, blocks, row_bytes, held_bytes, map_bytes, snapshot_count, evicted)
+        rows, blocks, row_bytes, held_bytes, map_bytes, evicted, log_bytes = counts.reshape(-1, 7).sum(dim=0).tolist()
+        return StoreStats(rows, blocks, row_bytes, held_bytes, map_bytes, snapshot_count, evicted, log_bytes)
 
     def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         return sort_ids(ids, buckets, begin, end)

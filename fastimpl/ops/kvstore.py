@@ -19,7 +19,7 @@ def register_fakes() -> None:
     for name in ("kvstore_read", "kvstore_fail_after", "kvstore_close"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
     changes = ("kvstore_write", "kvstore_write_rows", "kvstore_write_metadata", "kvstore_update")
-    for name in (*changes, "kvstore_prefetch"):
+    for name in (*changes, "kvstore_prefetch", "kvstore_forget"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: 0)
     torch.library.register_fake(
         "twinproof::kvstore_contains", lambda handle, table, ids: ids.new_empty(ids.shape, dtype=bool)
@@ -87,10 +87,14 @@ class KVHandle:
         """Rows."""
         return int(self.operators().kvstore_size(self.tensor, table))
 
-    def changes(self, table: int, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids that changed and ids that went after a mark, both ascending."""
-        changed, removed = self.operators().kvstore_changes(self.tensor, table, since)
-        return changed, removed
+    def changes(self, table: int, since: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Ids that changed and ids that went after a mark, both ascending; the first mark that could be asked about."""
+        changed, removed, first_mark = self.operators().kvstore_changes(self.tensor, table, since)
+        return changed, removed, int(first_mark)
+
+    def forget(self, mark: int) -> int:
+        """Drop what only marks before this one need; a status."""
+        return int(self.operators().kvstore_forget(self.tensor, mark))
 
     def mark(self) -> int:
         """The number of the last complete change."""
@@ -140,7 +144,7 @@ class KVHandle:
         return int(self.operators().kvstore_prefetch(self.tensor, table, ids))
 
     def stats(self) -> tuple[torch.Tensor, int]:
-        """Int64 [tables * 6]: rows, blocks, row, held and map bytes, evicted rows; and snapshots alive."""
+        """Int64 [tables * 7]: rows, blocks, row, held and map bytes, evicted rows, removals' bytes; snapshots alive."""
         counts, snapshot_count = self.operators().kvstore_stats(self.tensor)
         return counts, int(snapshot_count)
 

@@ -3,8 +3,8 @@
 Prevents deltas on rows of another run, and deltas that were left out. A save of a store that tracks its changes names
 the contents of each table by a fingerprint; a delta has its own, and that of the contents it changes: its base. The
 fingerprint of a full save is a digest of its rows' ids, headers and first values; that of a delta, one of the same of
-its rows, its removed ids, and its base. Equal contents have equal fingerprints, in any order and over any number of
-ranks. Files call them ``moments``.
+its rows, its removed ids, and its base; of one in which nothing changed, its base's. Equal contents have equal
+fingerprints, in any order and over any number of ranks. Files call them ``moments``.
 
 A load counts as one batch, whatever its chunks are: no later chunk fails to fit, and none evicts rows of earlier ones.
 """
@@ -22,7 +22,7 @@ import torch
 from twinproof import regime
 from twinproof.errors import CapacityError, ConfigError, DeltaBaseError, FormatError, VersionError
 from twinproof.kvstore.options import RowLayout, from_bytes
-from twinproof.kvstore.rows import Buckets, RowSource, RowStore, TrackedSource
+from twinproof.kvstore.rows import Buckets, RowSource, RowStore, TrackedSource, check_remembered
 from twinproof.optimizers import STEP_MAX
 
 __all__ = [
@@ -136,14 +136,21 @@ _FACTOR = -0x61C8864680B583EB
 
 
 class Fingerprints:
-    """What one store held at its marks, and what each table was last loaded from, by fingerprint."""
+    """What one store held at its marks, and what each table was last loaded from, by fingerprint.
+
+    Attributes:
+        first_mark: marks before it have no names any more.
+    """
 
     def __init__(self) -> None:
+        self.first_mark = 0
         self._at: dict[int, dict[str, set[str]]] = {}
         self._loaded: dict[str, str | None] = {}
 
     def note(self, mark: int, names: dict[str, str]) -> None:
         """The tables hold at ``mark`` what these fingerprints name; the same contents may have several."""
+        if mark < self.first_mark:
+            return
         known = self._at.setdefault(mark, {})
         for table, name in names.items():
             known.setdefault(table, set()).add(name)
@@ -151,6 +158,19 @@ class Fingerprints:
     def at(self, mark: int, table: str) -> tuple[str, ...]:
         """The fingerprints of the table at a mark; none where it was neither saved nor loaded."""
         return tuple(sorted(self._at.get(mark, {}).get(table, set()) | ({EMPTY} if mark == 0 else set())))
+
+    @property
+    def mark_count(self) -> int:
+        """How many marks have names."""
+        return len(self._at)
+
+    def forget_before(self, mark: int) -> None:
+        """Marks before this one are asked about no more."""
+        self.first_mark = max(mark, self.first_mark)
+        # A copy: another thread may note what it saved.
+        for known in tuple(self._at):
+            if known < self.first_mark:
+                self._at.pop(known, None)
 
     def set_loaded(self, table: str, name: str | None) -> None:
         """Remember what the table was loaded from; None is something without a fingerprint."""
@@ -233,11 +253,17 @@ def summary_of(
     deleted: torch.Tensor | None,
     since: int | None,
 ) -> TableSummary:
-    """This rank's part of a table in a save of ``source``; digests only where changes are tracked."""
+    """This rank's part of a table in a save of ``source``; digests only where changes are tracked.
+
+    Raises ConfigError where the store was told to forget ``since``.
+    """
     gone = ids[:0] if deleted is None else deleted
     if not store.options.track_changes:
         return TableSummary(ids.numel(), gone.numel(), step=source.step_count(table))
     bases = () if since is None else store.fingerprints.at(since, table)
+    if since is not None:
+        # Of a moment that was taken before the store forgot: without its bases the delta would load anywhere.
+        check_remembered(since, store.fingerprints.first_mark)
     return TableSummary(
         ids.numel(), gone.numel(), digest_rows(source, table, ids), digest_ids(gone), bases, source.step_count(table)
     )
@@ -255,10 +281,23 @@ def named(store: DeltaStore, by_rank: list[dict[str, TableSummary]], since: int 
         bases[table] = tuple(sorted(set(parts[0].bases).intersection(*(part.bases for part in parts))))
         # A delta on a base without a fingerprint leads nowhere that a later delta could name.
         if since is None or bases[table]:
-            digests = [part.rows_digest for part in parts], [part.deleted_digest for part in parts]
-            names[table] = fingerprint_of(*digests, sum(part.row_count for part in parts), bases[table])
+            names[table] = _name_of(parts, since, bases[table])
     trained = [table for table in store.tables if store.layout(table).optimizer != "none"]
     return names, bases, {table: max(found[table].step for found in by_rank) for table in trained}
+
+
+def _name_of(parts: list[TableSummary], since: int | None, bases: tuple[str, ...]) -> str:
+    """The fingerprint of a table in a save; of a delta in which nothing changed, the first of its bases'.
+
+    Such a delta leaves its base's contents, so that no loader needs another name. With one of its own each delta of an
+    idle store would be one base more for all that follow. ``EMPTY`` is not passed on: a table that was loaded by that
+    name and then written by hand would go for one that was never loaded.
+    """
+    known = [name for name in bases if name != EMPTY]
+    if since is not None and known and not any(part.row_count or part.deleted_count for part in parts):
+        return known[0]
+    digests = [part.rows_digest for part in parts], [part.deleted_digest for part in parts]
+    return fingerprint_of(*digests, sum(part.row_count for part in parts), bases)
 
 
 def check_load_fits(store: RowStore, table: str, row_count: int) -> None:

@@ -525,7 +525,8 @@ class StoreStats:
 
     ``row_count`` rows in the maps; ``block_count`` rows allocated in the pools, the same unless rows leak;
     ``row_bytes`` their payload, ``allocated_bytes`` memory held for rows, ``map_bytes`` for finding them;
-    ``snapshot_count`` snapshots alive; ``evicted_count`` rows evicted so far.
+    ``snapshot_count`` snapshots alive; ``evicted_count`` rows evicted so far; ``changes_bytes`` memory of the ids that
+    went and are remembered for ``changes``.
     """
 
     row_count: int
@@ -535,6 +536,7 @@ class StoreStats:
     map_bytes: int
     snapshot_count: int
     evicted_count: int
+    changes_bytes: int
 
 
 def per_table(value: Value | Mapping[str, Value], tables: tuple[str, ...], where: str) -> dict[str, Value]:

@@ -55,6 +55,7 @@ __all__ = [
     "check_buckets",
     "check_convertible",
     "check_out",
+    "check_remembered",
     "check_row_range",
     "chosen_buckets",
     "convert_rows",
@@ -211,8 +212,11 @@ class RowReader(Protocol):
 class TrackedReader(RowReader, Protocol):
     """The rows of a store or of one of its moments, and what changed in them."""
 
-    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids of rows that changed after mark ``since``, and ids that were removed after it; both ascending."""
+    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Ids of rows that changed after mark ``since``, and ids that were removed after it; both ascending.
+
+        And the first mark that could be asked about when they were listed: of one before it removed ids are missing.
+        """
 
     def mark(self) -> int:
         """The number of the last change."""
@@ -264,6 +268,9 @@ class RowEngine(TrackedReader, Protocol):
 
     def evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
         """Evict those of the ids that the plan condemns and that were not written since; decay the others' counts."""
+
+    def forget(self, mark: int) -> None:
+        """Give back what only marks before this one need, of every table. No snapshot's view changes, and no row."""
 
     def snapshot(self) -> TrackedReader:
         """The rows of this moment, which later writes do not change; they hold memory until they are closed."""
@@ -492,6 +499,13 @@ class RowSource:
         return None
 
 
+def check_remembered(since: int, first_mark: int) -> None:
+    """Demand a mark that is not before the first whose changes are remembered. Raises ConfigError."""
+    if since < first_mark:
+        most = f"a mark from {first_mark} on, or a save without since"
+        raise ConfigError("changes that the store was told to forget", got=since, expected=most, where="since")
+
+
 class TrackedSource(RowSource):
     """A store or a snapshot of one: it also knows what changed since some moment, and how far its optimizers are.
 
@@ -519,14 +533,22 @@ class TrackedSource(RowSource):
         """Ids of rows with any byte written after ``mark()`` gave ``since``, and ids removed after it; ascending.
 
         Raises:
-            ConfigError: without ``track_changes``, or a mark from the future.
+            ConfigError: without ``track_changes``; a mark from the future, or one that ``KVStore.forget_changes``
+                forgot.
         """
         self.layout(table)
+        self._check_mark(since, "since")
+        changed, removed, first_mark = self._tracked.changes(table, since)
+        # Asked now: another thread may have the store forget them while they are listed.
+        check_remembered(since, first_mark)
+        return changed, removed
+
+    def _check_mark(self, mark: Any, where: str) -> None:
+        """Demand a mark of a store that tracks its changes. Raises ConfigError."""
         if not self.options.track_changes:
             raise ConfigError("changes are not tracked", got=False, expected=True, where="track_changes")
-        if type(since) is not int or not 0 <= since <= self.mark():
-            raise ConfigError("not a mark of this store", got=since, expected=f"0 to {self.mark()}", where="since")
-        return self._tracked.changes(table, since)
+        if type(mark) is not int or not 0 <= mark <= self.mark():
+            raise ConfigError("not a mark of this store", got=mark, expected=f"0 to {self.mark()}", where=where)
 
     def close(self) -> None:
         """Give everything back; twice is harmless. Any verb that reads or writes rows then raises StoreClosedError."""

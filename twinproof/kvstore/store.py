@@ -77,7 +77,7 @@ class KVStore(DeltaStore):
         capacity: rows at most, for each table or per table. A write beyond it evicts rows that are not in its batch:
             the lowest score under the score policy, the lowest count under count and ttl_count, else the oldest
             timestamp; ties by ascending id.
-        track_changes: remember which rows change and which go, for delta checkpoints.
+        track_changes: remember which rows change and which go, for delta checkpoints; see ``forget_changes``.
         device: where the rows lie: "cpu", or "cuda" where the implementation has kernels and the machine a GPU. There
             a call takes tensors of the CPU or of that device, all of one; what it returns is where the ids are.
         row_memory: of a store on a GPU: "device", or "host": rows lie in pinned memory of the host, where kernels read
@@ -328,6 +328,30 @@ class KVStore(DeltaStore):
         self._engine.clear(table)
         self.fingerprints.forget(table)
 
+    def forget_changes(self, *, before: int) -> None:
+        """Give back the memory of changes that only marks before this one need: 16 bytes of each id that left.
+
+        Without it a store with ``track_changes`` remembers them as long as it lives, since a delta may begin at any
+        mark. A job that saves a delta every few minutes forgets after each what is before the mark of that save::
+
+            report = save(store, path, since=mark)
+            mark = report.mark
+            store.forget_changes(before=mark)
+
+        From then on ``changes`` and ``save`` refuse an older ``since`` by name; ``before`` itself can still be asked.
+        Snapshots that were taken sooner keep what they show, and the memory of it until they are closed. No row and no
+        mark changes; a mark that was forgotten already, or 0, is harmless. Each rank does this for its own store.
+
+        Args:
+            before: a mark, from ``mark()`` or a ``SaveReport``.
+
+        Raises:
+            ConfigError: without ``track_changes``, or no mark of this store. StoreClosedError.
+        """
+        self._check_mark(before, "before")
+        self._engine.forget(before)
+        self.fingerprints.forget_before(before)
+
     def reserve(self, table: str, row_count: int) -> None:
         """Make room, so that the table grows to ``row_count`` rows without allocating."""
         self.layout(table)
@@ -522,7 +546,7 @@ class _LockedReader(Generic[Rows]):
         with self._held(table) as rows:
             return rows.size(table)
 
-    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def changes(self, table: str, since: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         with self._held(table) as rows:
             return rows.changes(table, since)
 
@@ -575,6 +599,10 @@ class LockedRows(_LockedReader[RowEngine]):
     def evict_some(self, plan: RoundPlan, ids: torch.Tensor) -> int:
         with self._held(plan.table) as rows:
             return rows.evict_some(plan, ids)
+
+    def forget(self, mark: int) -> None:
+        with self._held() as rows:
+            rows.forget(mark)
 
     def snapshot(self) -> _LockedReader[TrackedReader]:
         with self._held() as rows:

@@ -57,13 +57,13 @@ def _delete_logged(original: Any, store: Any, table: str, ids: torch.Tensor) -> 
 
 
 def _changes_by_first_removal(original: Any, store: Any, table: str, since: int) -> Any:
-    changed, removed = original(store, table, since)
+    changed, removed, first_mark = original(store, table, since)
     log = store.__dict__.get("_planted_log", [])
     if len(log) > _LOG_LIMIT:
         first = dict(reversed(log))
         kept = [key for key in removed.tolist() if first.get(key, since + 1) > since]
         removed = torch.tensor(kept, dtype=torch.int64)
-    return changed, removed
+    return changed, removed, first_mark
 
 
 @fault(kills="KV-192")

@@ -31,8 +31,8 @@ def snapshot_never_released(original: Any, store: Any) -> Any:
 @fault(kills="KV-091", at=engines("changes"))
 def removals_not_tracked(original: Any, store: Any, table: str, since: int) -> Any:
     """Removed ids are not among the changes."""
-    changed, removed = original(store, table, since)
-    return changed, removed[:0]
+    changed, removed, first_mark = original(store, table, since)
+    return changed, removed[:0], first_mark
 
 
 @fault(kills="KV-071", at=engines("read"))

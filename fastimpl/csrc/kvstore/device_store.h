@@ -12,6 +12,7 @@ struct DeviceStore {
   Device device;
   std::vector<std::unique_ptr<Table>> tables;
   uint64_t version = 0;
+  uint64_t first_mark = 0;  // The first that changes can be asked since.
 
   explicit DeviceStore(Device device_) : device(std::move(device_)) {}
 };
@@ -21,9 +22,10 @@ template <typename Store>
 struct StoreMoment {
   std::shared_ptr<Store> store;
   std::vector<std::shared_ptr<typename Store::Table::Moment>> tables;
-  uint64_t version;
+  uint64_t version, first_mark;
 
-  explicit StoreMoment(const std::shared_ptr<Store>& store_) : store(store_), version(store_->version) {
+  explicit StoreMoment(const std::shared_ptr<Store>& store_)
+      : store(store_), version(store_->version), first_mark(store_->first_mark) {
     for (const auto& table : store->tables) tables.push_back(table->moment(version));
   }
 };
@@ -51,14 +53,24 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> begin_round(Store& store, 
   return {table.list(kIdMin, kIdMax, 0), facts};
 }
 
-// Per table [rows, blocks, bytes of rows, bytes held for rows, bytes of the index, evicted].
+// Drops what only marks before `mark` need, of all tables. Throws std::bad_alloc, and then of none.
+template <typename Store>
+void forget(Store& store, uint64_t mark) {
+  const uint64_t first_mark = std::max(store.first_mark, mark);
+  std::vector<std::shared_ptr<Removals>> logs;
+  for (const auto& table : store.tables) logs.push_back(table->removals_since(first_mark));
+  for (size_t i = 0; i < logs.size(); ++i) store.tables[i]->set_removals(std::move(logs[i]));
+  store.first_mark = first_mark;
+}
+
+// Per table [rows, blocks, bytes of rows, bytes held for rows, bytes of the index, evicted, bytes of removals].
 template <typename Store>
 std::vector<int64_t> stats_of(Store& store) {
   std::vector<int64_t> counts;
   for (const auto& table : store.tables) {
     const int64_t row_count = table->size();
     counts.insert(counts.end(), {row_count, row_count, row_count * table->format().row_bytes, table->held_bytes(),
-                                 table->map_bytes(), table->evicted_count()});
+                                 table->map_bytes(), table->evicted_count(), table->log_bytes()});
   }
   return counts;
 }

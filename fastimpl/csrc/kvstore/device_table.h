@@ -264,6 +264,36 @@ class DeviceTable {
     return result;
   }
 
+  // The log without what only marks before `mark` need. Throws std::bad_alloc.
+  std::shared_ptr<Removals> removals_since(uint64_t mark) {
+    Removals since;
+    std::vector<int64_t> keys;
+    for (const Removal& removal : *removals_) {
+      if (removal.version <= mark) continue;
+      since.push_back(removal);
+      keys.push_back(removal.key);
+    }
+    const std::vector<uint8_t> has_row = are_there(keys, nullptr);
+    return compacted(since, [&](size_t at) { return has_row[at] != 0; });
+  }
+
+  // The log from now on; moments keep the one that they saw.
+  void set_removals(std::shared_ptr<Removals> log) noexcept {
+    compacted_count_ = log->size();
+    removals_ = std::move(log);
+  }
+
+  // Bytes of the log of removals, and of those logs before it that moments keep.
+  int64_t log_bytes() {
+    std::vector<std::shared_ptr<const Removals>> logs{removals_};
+    for (const auto& moment : living()) {
+      if (std::find(logs.begin(), logs.end(), moment->removals) == logs.end()) logs.push_back(moment->removals);
+    }
+    int64_t bytes = 0;
+    for (const auto& log : logs) bytes += bytes_of(*log);
+    return bytes;
+  }
+
   // Brings rows of a batch to come into the cache. Changes no row, and waits for nothing.
   void prefetch(Global<const int64_t> ids) {
     if (ids.size() == 0 || !cache_.is_there()) return;

@@ -25,6 +25,8 @@ using torch::stable::Tensor;
 struct Store {
   std::vector<std::unique_ptr<Table>> tables;
   std::atomic<uint64_t> version{0};
+  // The first that changes can be asked since: written under the locks of all tables, read under that of one.
+  uint64_t first_mark = 0;
   std::atomic<int64_t> snapshot_count{0};
 };
 
@@ -36,6 +38,7 @@ struct Source {
 
   const std::shared_ptr<Store> store;
   std::vector<Overlay*> moment;  // By table; empty for the store itself.
+  uint64_t moment_first_mark = 0;
   std::unique_ptr<Filling> filling;
 
   Table& table(int64_t index) const {

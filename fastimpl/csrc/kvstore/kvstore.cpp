@@ -89,13 +89,15 @@ int64_t kvstore_size(Tensor handle, int64_t table_index) {
   return count_rows(table, source->overlay(table_index));
 }
 
-std::tuple<Tensor, Tensor> kvstore_changes(Tensor handle, int64_t table_index, int64_t since) {
+// Ids that changed, ids that went, and the first mark that could be asked about when they were listed.
+std::tuple<Tensor, Tensor, int64_t> kvstore_changes(Tensor handle, int64_t table_index, int64_t since) {
   const auto source = Handles::table().get(handle);
   const Table& table = source->table(table_index);
   const std::shared_lock<FairSharedMutex> held(table.lock);
   const Overlay* const moment = source->overlay(table_index);
   return {longs(handle, list_changed(table, parallel_of(), static_cast<uint64_t>(since), moment)),
-          longs(handle, list_removed(table, parallel_of(), static_cast<uint64_t>(since), moment))};
+          longs(handle, list_removed(table, parallel_of(), static_cast<uint64_t>(since), moment)),
+          static_cast<int64_t>(moment == nullptr ? source->store->first_mark : source->moment_first_mark)};
 }
 
 // The number of the last change that is complete in every table.
@@ -105,6 +107,25 @@ int64_t kvstore_mark(Tensor handle) {
   std::vector<std::shared_lock<FairSharedMutex>> held;
   for (const auto& table : source->store->tables) held.emplace_back(table->lock);
   return static_cast<int64_t>(source->store->version.load());
+}
+
+// Drops what only marks before `mark` need, of all tables or, where memory runs out, of none; a status.
+int64_t kvstore_forget(Tensor handle, int64_t mark) {
+  const auto source = Handles::table().get(handle);
+  STD_TORCH_CHECK(source->moment.empty(), "handle: a snapshot forgets nothing");
+  Store& store = *source->store;
+  std::vector<std::unique_lock<FairSharedMutex>> held;
+  for (const auto& table : store.tables) held.emplace_back(table->lock);
+  const auto first_mark = std::max(store.first_mark, static_cast<uint64_t>(mark));
+  std::vector<std::shared_ptr<Removals>> logs;
+  try {
+    for (const auto& table : store.tables) logs.push_back(removals_since(*table, first_mark));
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+  for (size_t i = 0; i < logs.size(); ++i) store.tables[i]->set_removals(std::move(logs[i]));
+  store.first_mark = first_mark;
+  return 0;
 }
 
 // Runs one change of one table under its lock and turns what it throws into a status. A change that throws, or that
@@ -225,7 +246,8 @@ int64_t kvstore_reserve(Tensor handle, int64_t table_index, int64_t row_count) {
                       [&](Table& table, Change) { reserve_rows(table.rows, parallel_of(), row_count); });
 }
 
-// Per table [rows, blocks, bytes of rows, bytes held for rows, bytes of maps, evicted], and snapshots alive.
+// Per table [rows, blocks, bytes of rows, bytes held for rows, bytes of maps, evicted, bytes of removals], and
+// snapshots alive.
 std::tuple<Tensor, int64_t> kvstore_stats(Tensor handle) {
   const auto source = Handles::table().get(handle);
   std::vector<int64_t> counts;
@@ -238,8 +260,8 @@ std::tuple<Tensor, int64_t> kvstore_stats(Tensor handle) {
       held_bytes += overlay->rows.pool.held_bytes();
       map_bytes += overlay->rows.map_bytes();
     }
-    counts.insert(counts.end(),
-                  {row_count, pool.size(), row_count * pool.row_bytes(), held_bytes, map_bytes, table->evicted_count});
+    counts.insert(counts.end(), {row_count, pool.size(), row_count * pool.row_bytes(), held_bytes, map_bytes,
+                                 table->evicted_count, table->log_bytes()});
   }
   return {longs(handle, counts), source->store->snapshot_count.load()};
 }
@@ -261,6 +283,7 @@ Tensor kvstore_snapshot(Tensor handle) {
     return longs(handle, {});
   }
   taken->moment = std::move(moment);
+  taken->moment_first_mark = store.first_mark;
   ++store.snapshot_count;
   held.clear();
   return Handles::table().add(taken);
@@ -289,6 +312,7 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("kvstore_size", TORCH_BOX(&kvstore_size));
   m.impl("kvstore_changes", TORCH_BOX(&kvstore_changes));
   m.impl("kvstore_mark", TORCH_BOX(&kvstore_mark));
+  m.impl("kvstore_forget", TORCH_BOX(&kvstore_forget));
   m.impl("kvstore_write", TORCH_BOX(&kvstore_write));
   m.impl("kvstore_write_rows", TORCH_BOX(&kvstore_write_rows));
   m.impl("kvstore_write_metadata", TORCH_BOX(&kvstore_write_metadata));

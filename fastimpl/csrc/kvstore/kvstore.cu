@@ -439,17 +439,29 @@ int64_t kvstore_size_cuda(Tensor handle, int64_t table_index) {
   return moment == nullptr ? table.size() : table.size(*moment);
 }
 
-std::tuple<Tensor, Tensor> kvstore_changes_cuda(Tensor handle, int64_t table_index, int64_t since) {
+std::tuple<Tensor, Tensor, int64_t> kvstore_changes_cuda(Tensor handle, int64_t table_index, int64_t since) {
   const StoreCall call(handle);
   auto& table = call.table(table_index);
   auto* const moment = call.moment_of(table_index);
   const auto mark = static_cast<uint64_t>(since);
-  return {call.longs(table.list(kIdMin, kIdMax, mark, moment)), call.longs(table.list_removed(mark, moment))};
+  return {call.longs(table.list(kIdMin, kIdMax, mark, moment)), call.longs(table.list_removed(mark, moment)),
+          static_cast<int64_t>(moment == nullptr ? call.store->first_mark : call.moment->first_mark)};
 }
 
 int64_t kvstore_mark_cuda(Tensor handle) {
   const StoreCall call(handle);
   return static_cast<int64_t>(call.moment == nullptr ? call.store->version : call.moment->version);
+}
+
+int64_t kvstore_forget_cuda(Tensor handle, int64_t mark) {
+  const StoreCall call(handle);
+  call.check_is_store("a snapshot forgets nothing");
+  try {
+    forget(*call.store, static_cast<uint64_t>(mark));
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+  return 0;
 }
 
 int64_t kvstore_write_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor values, int64_t begin, int64_t now,
@@ -593,6 +605,7 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
   m.impl("kvstore_size", TORCH_BOX(&kvstore_size_cuda));
   m.impl("kvstore_changes", TORCH_BOX(&kvstore_changes_cuda));
   m.impl("kvstore_mark", TORCH_BOX(&kvstore_mark_cuda));
+  m.impl("kvstore_forget", TORCH_BOX(&kvstore_forget_cuda));
   m.impl("kvstore_write", TORCH_BOX(&kvstore_write_cuda));
   m.impl("kvstore_write_rows", TORCH_BOX(&kvstore_write_rows_cuda));
   m.impl("kvstore_write_metadata", TORCH_BOX(&kvstore_write_metadata_cuda));

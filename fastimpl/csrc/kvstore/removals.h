@@ -24,21 +24,25 @@ inline bool is_long(const Removals& log, size_t compacted_count) {
   return static_cast<int64_t>(log.size()) > 2 * static_cast<int64_t>(compacted_count) + kLoggedRemovals;
 }
 
-// Without removals that a row or a later removal of the same id has followed. `is_there` is told the place of a
-// removal, and tells whether its id has a row.
-template <typename IsThere>
-std::shared_ptr<Removals> compacted(const Removals& log, const IsThere& is_there) {
+// Without removals that a later removal of the same id has followed, and those that do not count any more: `is_over` is
+// told the place of a removal. The memory of the result is what it needs.
+template <typename IsOver>
+std::shared_ptr<Removals> compacted(const Removals& log, const IsOver& is_over) {
   std::vector<std::pair<int64_t, size_t>> last;
   for (size_t i = 0; i < log.size(); ++i) {
-    if (!is_there(i)) last.emplace_back(log[i].key, i);
+    if (!is_over(i)) last.emplace_back(log[i].key, i);
   }
   std::sort(last.begin(), last.end());
   auto kept = std::make_shared<Removals>();
   for (size_t i = 0; i < last.size(); ++i) {
     if (i + 1 == last.size() || last[i + 1].first != last[i].first) kept->push_back(log[last[i].second]);
   }
+  kept->shrink_to_fit();
   return kept;
 }
+
+// Bytes that a log holds.
+inline int64_t bytes_of(const Removals& log) { return static_cast<int64_t>(log.capacity() * sizeof(Removal)); }
 
 inline void reserve_log(Removals& log, size_t count) {
   const size_t wanted = log.size() + count;

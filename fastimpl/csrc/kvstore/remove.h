@@ -19,14 +19,17 @@ struct Change {
   }
 };
 
-// Drops removals that a row or a later removal of the same id has followed. Under the exclusive lock; snapshots keep
-// the log they saw. Throws std::bad_alloc, and then the log is as it was.
-inline void compact_removals(Table& table) {
+// The log without removals that a row or a later removal of the same id has followed, and without those that only marks
+// before `mark` need. Throws std::bad_alloc.
+inline std::shared_ptr<Removals> removals_since(const Table& table, uint64_t mark) {
   const Removals& log = *table.removals;
-  auto kept = compacted(log, [&](size_t at) { return table.rows.find(hash_key(log[at].key), log[at].key) != nullptr; });
-  table.compacted_count = kept->size();
-  table.removals = std::move(kept);
+  return compacted(log, [&](size_t at) {
+    return log[at].version <= mark || table.rows.find(hash_key(log[at].key), log[at].key) != nullptr;
+  });
 }
+
+// Under the exclusive lock. Throws std::bad_alloc, and then the log is as it was.
+inline void compact_removals(Table& table) { table.set_removals(removals_since(table, 0)); }
 
 // The first step of every change that removes rows: without it the log would grow with every removal for ever. Throws
 // std::bad_alloc, and then nothing has changed.

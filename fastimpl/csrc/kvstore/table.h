@@ -128,6 +128,24 @@ class Table {
     return overlays.back().get();
   }
 
+  // Bytes of the log of removals, and of those logs before it that snapshots keep.
+  int64_t log_bytes() const {
+    int64_t bytes = bytes_of(*removals);
+    const Removals* last = removals.get();
+    for (size_t i = overlays.size(); i-- > 0;) {
+      const Removals* const log = overlays[i]->removals.get();
+      if (log != last) bytes += bytes_of(*log);
+      last = log;
+    }
+    return bytes;
+  }
+
+  // The log from now on; snapshots keep the one that they saw.
+  void set_removals(std::shared_ptr<Removals> log) noexcept {
+    compacted_count = log->size();
+    removals = std::move(log);
+  }
+
   // Gives a snapshot back. What an older one needs of it moves there; where that needs memory that is not there, this
   // throws and the snapshot stays.
   void release_snapshot(const Overlay* gone) {

@@ -134,6 +134,8 @@ void evictions_remove_what_the_policy_condemns() {
       "logged removals");
   compact_removals(table);
   require(list_removed(table, threads(1), 0, nullptr).size() == 700, "compacted removals");
+  const auto since = removals_since(table, 11);
+  require(since->size() == 200 && bytes_of(*since) == 200 * sizeof(Removal), "removals since a mark");
   table.release_snapshot(held);
   const Ranked cutoff = score_cutoff(table, 50);
   require(cutoff.rank == 5 && cutoff.key == 950, "the lowest score of the best 50");
