@@ -156,6 +156,7 @@ FIXED_NUMBERS = {
     "twinproof/kvstore/options.py": {"HEADER_BYTES"},
     "twinproof/offload/states.py": {"ALIGN_BYTES"},
     "twinproof/engine.py": {"_PAGE_BYTES"},
+    "twinproof/kvstore/eviction.py": {"ROUNDS_KEPT"},
 }
 # Kernels for devices: their blocks, rings and long runs are crossed by proofs that choose the shapes.
 DEVICE_HEADERS = re.compile(r"(_kernel|_plan|simt|device\w*)\.(h|cuh)$|/device_\w+\.h$")

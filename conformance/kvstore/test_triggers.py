@@ -619,3 +619,23 @@ def test_listeners_that_raise(kvstore: Any, steps: bool) -> None:
     with raises(LookupError, where="a step"):
         _step(store, "t", 0)
     assert_equal(heard, ["written", "stepped"], where="who was told")
+
+
+@requirement(
+    "KV-446",
+    "A background evictor MUST tell what its last 1,000 rounds did one by one, hold no more of them, and count all: "
+    "round_count rounds, and in totals the rows that they looked at and evicted.",
+)
+def test_many_rounds(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(4))
+    with kvstore.BackgroundEvictor(store, "t", trigger_rows=1, policy=kvstore.EvictionPolicy.count(2)) as evictor:
+        for number in range(1, 1004):
+            # Two rows, and a third one in the first rounds; whatever was written once goes.
+            keys = range(3 if number <= 3 else 2)
+            store.set("t", ids_of(keys), torch.zeros(len(keys), 4))
+            evictor.wait()
+    found = (evictor.round_count, evictor.totals.processed_count, evictor.totals.evicted_count)
+    assert_equal(found, (1003, 2009, 2009), where="all rounds")
+    assert_equal([stats.evicted_count for stats in evictor.rounds], [2] * 1000, where="the last 1,000")
+    evictor.rounds.clear()
+    assert_equal((len(evictor.rounds), len(evictor._worker.rounds)), (1000, 1000), where="what is held")

@@ -115,11 +115,16 @@ class EvictableStore(Protocol):
         """Undo ``add_listener``."""
 
 
+# Rounds of an evictor that are told one by one: in a job of months there are more than anybody reads.
+ROUNDS_KEPT = 1000
+
+
 class _Worker:
     """The thread of an evictor, and what it needs: it keeps neither the evictor nor its store.
 
     Attributes:
         untold: what a round raised, in words, while nobody has heard of it.
+        rounds: what the last ``ROUNDS_KEPT`` did; ``round_count`` and ``totals`` are of all.
     """
 
     def __init__(self, evictor: BackgroundEvictor, table: str) -> None:
@@ -130,6 +135,7 @@ class _Worker:
         self.due = self.busy = self.closed = False
         self.untold: str | None = None
         self.rounds: list[EvictionStats] = []
+        self.round_count, self.totals = 0, EvictionStats(0, 0)
         self._table, self._evictor = table, weakref.ref(evictor)
         self._thread = threading.Thread(target=self._work, name=f"kvstore-evict-{table}", daemon=True)
 
@@ -200,6 +206,12 @@ class _Worker:
         while not self.closed and found.step():
             pass
         self.rounds.append(found.stats)
+        del self.rounds[:-ROUNDS_KEPT]
+        last, before = found.stats, self.totals
+        self.totals = EvictionStats(
+            before.processed_count + last.processed_count, before.evicted_count + last.evicted_count
+        )
+        self.round_count += 1
 
     def _keep(self, error: BaseException) -> None:
         # A store that was closed has nothing to evict.
@@ -308,11 +320,21 @@ class BackgroundEvictor:
 
     @property
     def rounds(self) -> list[EvictionStats]:
-        """What each round did so far."""
-        return self._worker.rounds
+        """What each round did, of the last 1,000; a list of its own."""
+        return self._worker.rounds[-ROUNDS_KEPT:]
+
+    @property
+    def round_count(self) -> int:
+        """How many rounds there were."""
+        return self._worker.round_count
+
+    @property
+    def totals(self) -> EvictionStats:
+        """What all rounds did together."""
+        return self._worker.totals
 
     def wait(self) -> list[EvictionStats]:
-        """Wait until nothing is due; the rounds so far.
+        """Wait until nothing is due; the rounds so far, as ``rounds`` tells them.
 
         Raises what a round raised; ConfigError in a forked process, where the thread does not live.
         """
@@ -330,7 +352,7 @@ class BackgroundEvictor:
         if self._failure is not None:
             worker.untold = None
             raise self._failure
-        return list(worker.rounds)
+        return self.rounds
 
     def close(self) -> None:
         """End after the slice that is running; twice is harmless. Raises what a round raised and nobody waited for."""

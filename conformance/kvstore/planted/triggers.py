@@ -210,3 +210,24 @@ failures_nobody_ever_hears_of = patched(
     mutated("twinproof.kvstore.eviction:_Worker.abandon", "if untold is not None:", "if False:"),
     kills="KV-428",
 )
+every_round_is_held = patched(
+    "What each round did is held as long as the evictor lives.",
+    mutated("twinproof.kvstore.eviction:_Worker._round", "del self.rounds[:-ROUNDS_KEPT]", "pass"),
+    kills="KV-446",
+)
+totals_of_what_is_held = patched(
+    "Rounds that are held no longer are not counted.",
+    mutated(
+        "twinproof.kvstore.eviction:_Worker._round", "self.round_count += 1", "self.round_count = len(self.rounds)"
+    ),
+    kills="KV-446",
+)
+callers_change_what_is_held = patched(
+    "Whoever changes the list of rounds changes what the evictor tells.",
+    mutated(
+        "twinproof.kvstore.eviction:BackgroundEvictor.rounds",
+        "self._worker.rounds[-ROUNDS_KEPT:]",
+        "self._worker.rounds",
+    ),
+    kills="KV-446",
+)
