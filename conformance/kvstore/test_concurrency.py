@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,7 +248,7 @@ class _Watched:
 @pytest.mark.parametrize("verb", ["update", "snapshot"])
 def test_steps_of_moments(kvstore: Any, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     met, others, found = threading.Event(), list[threading.Thread](), list[tuple[int, int]]()
-    monkeypatch.setattr("twinproof.kvstore.store.threading", SimpleNamespace(RLock=lambda: _Watched(met)))
+    monkeypatch.setattr("twinproof.kvstore.store.lock_over_forks", lambda rank: _Watched(met))
     store, ids = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam")), ids_of([3, 1])
 
     def train() -> None:

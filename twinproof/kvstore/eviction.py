@@ -2,11 +2,18 @@
 
 Prevents rounds that evict by stale statistics: a row that was written after its round began stays. Training waits for a
 slice at most, never for a round: between slices the store is free.
+
+Locks of the whole store are made here, for rounds are its lowest part: ``lock_over_forks``. Prevents a child that waits
+for ever: a process that is forked, as a loader's workers are, has one thread, and a lock that another one held would be
+held by nobody who lives. So whoever forks waits until no other thread is inside a call, and holds the locks over the
+fork; the child has rows between two calls, as a snapshot has. The locks of the rows in C++ are held so behind these, by
+``csrc/kvstore/handles.h``: a call takes them in that order.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import queue
@@ -21,9 +28,53 @@ from twinproof.errors import ConfigError, StoreClosedError, UnsupportedError
 from twinproof.kvstore.options import EvictionPolicy, EvictionStats, StoreStats
 from twinproof.kvstore.rows import RoundPlan, RowEngine
 
-__all__ = ["BackgroundEvictor", "EvictableStore", "EvictionRound"]
+__all__ = ["ROUND", "ROWS", "STEP", "BackgroundEvictor", "EvictableStore", "EvictionRound", "lock_over_forks"]
 
 logger = logging.getLogger("twinproof.kvstore")
+
+# In the order in which a call takes them: of a round, of a table's steps, of an engine's rows.
+ROUND, STEP, ROWS = range(3)
+
+_Key = tuple[int, int]
+_numbers = itertools.count()
+_locks: dict[_Key, weakref.ref[threading.RLock]] = {}
+# Of the thread that forks: another one may be about to.
+_held = threading.local()
+
+
+def lock_over_forks(rank: int) -> threading.RLock:
+    """A lock that its owner's process is not forked in. ``rank``: one of those above; of one rank the older is first.
+
+    Nobody may hold it while waiting for a thread that forks.
+    """
+    lock, key = threading.RLock(), (rank, next(_numbers))
+
+    def forget(_: object) -> None:
+        _locks.pop(key, None)
+
+    _locks[key] = weakref.ref(lock, forget)
+    return lock
+
+
+def _hold() -> None:
+    _held.locks = []
+    # A copy: others make and lose locks meanwhile.
+    for key in sorted(_locks):
+        found = _locks.get(key)
+        lock = None if found is None else found()
+        if lock is not None:
+            lock.acquire()
+            _held.locks.append(lock)
+
+
+def _release() -> None:
+    held, _held.locks = getattr(_held, "locks", []), []
+    for lock in reversed(held):
+        lock.release()
+
+
+# By name: what they do is looked up when a process is forked. In the child the thread that forked is the same.
+os.register_at_fork(before=lambda: _hold(), after_in_parent=lambda: _release(), after_in_child=lambda: _release())
 
 
 class EvictionRound:
@@ -41,7 +92,7 @@ class EvictionRound:
         if type(slice_rows) is not int or slice_rows < 1:
             raise ConfigError("not a slice", got=slice_rows, expected="rows >= 1", where="slice_rows")
         self._engine, self._plan, self._slice_rows = engine, plan, slice_rows
-        self._lock = threading.Lock()
+        self._lock = lock_over_forks(ROUND)
         self._going = threading.Event()
         self._going.set()
         self._processed_count = self._evicted_count = 0

@@ -17,7 +17,7 @@ import torch
 
 from twinproof.errors import ConfigError, ShapeError, StoreClosedError, UnsupportedError, check_flags
 from twinproof.kvstore.deltas import DeltaStore, Fingerprints
-from twinproof.kvstore.eviction import EvictionRound
+from twinproof.kvstore.eviction import ROWS, STEP, EvictionRound, lock_over_forks
 from twinproof.kvstore.options import (
     HEADER_BYTES,
     TIMESTAMP_MAX,
@@ -86,7 +86,8 @@ class KVStore(DeltaStore):
             lie in the device's memory. Rounded up to a multiple of 16. Never changes a result.
 
     Every verb is atomic for each table, checks all arguments first and leaves the store as it was when it raises.
-    Inputs are never changed and never kept. Ids are any int64.
+    Inputs are never changed and never kept. Ids are any int64. Whoever forks the process waits for the calls of other
+    threads; the child has a store of its own, with the rows of that moment.
 
     Raises:
         ConfigError: see ``StoreOptions``; ``return_whole_row`` without ``optimizer_in_row``.
@@ -150,7 +151,7 @@ class KVStore(DeltaStore):
         self.return_whole_row = bool(return_whole_row)
         self.fingerprints = Fingerprints()
         # An update and its step are one to whoever takes a snapshot. An engine takes a table's updates in turn anyway.
-        self._step_locks = {table: threading.RLock() for table in options.rows}
+        self._step_locks = {table: lock_over_forks(STEP) for table in options.rows}
         self._listeners: tuple[Callable[[str], None], ...] = ()
         self._step_listeners: tuple[Callable[[str], None], ...] = ()
 
@@ -520,7 +521,7 @@ class _LockedReader(Generic[Rows]):
 
     def __init__(self, options: StoreOptions, rows: Rows, lock: threading.RLock | None = None) -> None:
         self.options, self._rows = options, rows
-        self._lock = lock or threading.RLock()
+        self._lock = lock or lock_over_forks(ROWS)
         self.closed = False
 
     @contextmanager

@@ -6,6 +6,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <shared_mutex>
 
 namespace fastimpl {
@@ -60,6 +61,11 @@ class FairSharedMutex {
     rows_.lock();
   }
   void unlock() { rows_.unlock(); }
+  // In a forked process: nobody holds it, nobody waits. Those who did live in the parent alone.
+  void make_anew() {
+    new (&turn_) std::mutex;
+    new (&rows_) std::shared_mutex;
+  }
 
  private:
   std::mutex turn_;

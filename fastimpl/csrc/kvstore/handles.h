@@ -10,6 +10,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <unordered_map>
@@ -28,6 +29,7 @@ struct Store {
   // The first that changes can be asked since: written under the locks of all tables, read under that of one.
   uint64_t first_mark = 0;
   std::atomic<int64_t> snapshot_count{0};
+  bool is_held = false;  // Over a fork. Under the lock of all handles.
 };
 
 // What a handle stands for: a store, or one moment of it, or rows that wait for one of its tables.
@@ -111,7 +113,10 @@ class Handles {
 
   static Handles& table() {
     // Never destroyed: handles may outlive every other global.
-    static Handles* const handles = new Handles;
+    static Handles* const handles = [] {
+      pthread_atfork([] { table().hold(); }, [] { table().release(false); }, [] { table().release(true); });
+      return new Handles;
+    }();
     return *handles;
   }
 
@@ -140,6 +145,32 @@ class Handles {
       }
     }
     delete[] words;
+  }
+
+  // A process is forked between calls, for its child has no other thread: a lock that one held would never be free
+  // there, and what it was writing never whole. Nobody waits for another lock of ours while holding a table's but those
+  // who take all of a store's in their order; nor for Python, whose lock the thread that forks may hold.
+  void hold() {
+    guard_.lock();
+    for (const auto& [id, entry] : entries_) {
+      Store& store = *entry.source->store;
+      if (store.is_held) continue;
+      store.is_held = true;
+      for (const auto& table : store.tables) table->lock.lock();
+    }
+  }
+  void release(bool is_child) {
+    for (const auto& [id, entry] : entries_) {
+      Store& store = *entry.source->store;
+      if (!store.is_held) continue;
+      store.is_held = false;
+      for (const auto& table : store.tables) is_child ? table->lock.make_anew() : table->lock.unlock();
+    }
+    if (is_child) {
+      new (&guard_) std::mutex;
+    } else {
+      guard_.unlock();
+    }
   }
 
   std::mutex guard_;
