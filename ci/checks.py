@@ -129,8 +129,8 @@ def messages() -> Iterator[str]:
         yield f"fastimpl/csrc/kvstore/messages.h: got {theirs}, fastimpl/kvstore/native.py has {ours}"
 
 
-# Numbers that decide no way: bits and widths of formats, status codes, launches (which the SIMT prover draws), and what
-# the system bounds. Every other number of a fast path is a regime, which a build for tests lowers.
+# Numbers that decide no way: bits and widths of formats, status codes, launches (which the SIMT prover draws), what the
+# system bounds, and how much is told. Every other number of a fast path is a regime, which a build for tests lowers.
 FIXED_NUMBERS = {
     "fastimpl/offload/packing.py": {"_DEVICE_BATCH"},
     "fastimpl/csrc/checkpoint/crc32.h": {"kCrcLaneBytes", "kCrcStrideBytes"},
@@ -153,10 +153,10 @@ FIXED_NUMBERS = {
     "twinproof/checkpoint/format.py": {"HEADER_BYTES_MAX", "HEADER_BYTES_REMOTE", "PAGE_BYTES", "_DEPTH_MAX"},
     "twinproof/checkpoint/plan.py": {"BLOCK_BYTES_MIN", "FILE_COUNT_MAX"},
     "twinproof/kvstore/deltas.py": {"DIGEST_BYTES"},
+    "twinproof/kvstore/eviction.py": {"ROUNDS_KEPT"},
     "twinproof/kvstore/options.py": {"HEADER_BYTES"},
     "twinproof/offload/states.py": {"ALIGN_BYTES"},
     "twinproof/engine.py": {"_PAGE_BYTES"},
-    "twinproof/kvstore/eviction.py": {"ROUNDS_KEPT"},
 }
 # Kernels for devices: their blocks, rings and long runs are crossed by proofs that choose the shapes.
 DEVICE_HEADERS = re.compile(r"(_kernel|_plan|simt|device\w*)\.(h|cuh)$|/device_\w+\.h$")

@@ -24,7 +24,7 @@ from conformance.kvstore.cases import contents, ids_of, random_bits, rows_tensor
 from conformance.kvstore.machine import KINDS, TABLES, StoreMachine, moments, policy_of, seeds, tables
 from conformance.kvstore.model import Row
 from conformance.kvstore.strategies import close_batches, close_ids
-from twinproof.errors import CapacityError, StoreClosedError, TwinproofError
+from twinproof.errors import CapacityError, ConfigError, StoreClosedError, TwinproofError
 
 CAPACITY = 13
 VIEWS = ("weight", "momentum1")
@@ -90,6 +90,7 @@ class OrdersMachine(StoreMachine):
         self.states: list[tuple[Any, Moment, dict[str, int]]] = []
         self.rounds: list[Round] = []
         self.marks: list[Mark] = []
+        self.first_mark = 0
         self.told = {}
         self.evicted_count = 0
 
@@ -256,6 +257,18 @@ class OrdersMachine(StoreMachine):
             self.marks[-1].base = self.bases / str(self.marks[-1].number)
             self.kvstore.save(self.store, self.marks[-1].base, durable=False)
 
+    @precondition(lambda self: self.marks)
+    @rule(which=st.integers(0, 1))
+    def forget_changes(self, which: int) -> None:
+        """Older marks are over; what snapshots say of them stays."""
+        first = self.marks[which % len(self.marks)].number
+        self.store.forget_changes(before=first)
+        self.first_mark = max(self.first_mark, first)
+        self.marks = [mark for mark in self.marks if mark.number >= self.first_mark]
+        for table in TABLES if self.first_mark else ():
+            with raises(ConfigError, where=f"changes of {table} since a mark that is over"):
+                self.store.changes(table, self.first_mark - 1)
+
     @property
     def bases(self) -> Path:
         """The folder of what was saved at marks."""
@@ -269,7 +282,7 @@ class OrdersMachine(StoreMachine):
 
     def snapped(self, taken: Any) -> None:
         """What it says of changes, marks and steps stays what the store said then."""
-        self.told[id(taken)] = self.answers(self.store, [0, *(mark.number for mark in self.marks)])
+        self.told[id(taken)] = self.answers(self.store, [self.first_mark, *(mark.number for mark in self.marks)])
 
     def answers(self, source: Any, since: list[int]) -> dict[str, Any]:
         """Of a store or a moment."""
@@ -381,7 +394,7 @@ class OrdersMachine(StoreMachine):
         """Wrong widths and lengths, and a batch larger than the table, change nothing."""
         width = self.store.layout(table).embedding_dim
         wrong = [torch.zeros(len(keys), width + 1), torch.zeros(len(keys) + 1, width)]
-        before, counters = self.answers(self.store, [0]), self.store.stats()
+        before, counters = self.answers(self.store, [self.first_mark]), self.store.stats()
         for values in wrong:
             with raises(TwinproofError):
                 self.store.set(table, ids_of(keys), values.to(self.store.layout(table).weight_dtype))
@@ -400,7 +413,9 @@ class OrdersMachine(StoreMachine):
                 with raises(CapacityError):
                     verb()
         assert_equal(
-            self.answers(self.store, [0]), before, where="changes, mark and steps after calls that are refused"
+            self.answers(self.store, [self.first_mark]),
+            before,
+            where="changes, mark and steps after calls that are refused",
         )
         now = self.store.stats()
         counted = [(s.row_count, s.block_count, s.evicted_count, s.snapshot_count) for s in (now, counters)]
