@@ -25,6 +25,7 @@ __all__ = [
     "end_group",
     "exchanging",
     "group_to_save_in",
+    "idle_count",
     "is_gone",
     "own_group",
 ]
@@ -158,6 +159,12 @@ def _made(group: dist.ProcessGroup | None) -> _Made | None:
     # A group of the caller's, or of no ranks, was not made here.
     pool = _pools.get(dist.group.WORLD) if group is not None and dist.is_initialized() else None
     return next((made for made in pool.made if made.group is group), None) if pool is not None else None
+
+
+def idle_count() -> int:
+    """How many groups of this process wait for the next save."""
+    pool = _pools.get(dist.group.WORLD) if dist.is_initialized() else None
+    return 0 if pool is None else sum(made.taken is None and not made.is_broken for made in pool.made)
 
 
 def begin_exchange(group: dist.ProcessGroup | None) -> None:
