@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from conformance.harness import assert_equal, requirement, succeeds
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from twinproof.engine import InlineEngine
+from twinproof.errors import ConfigError
 
 
 class Streams(InlineEngine):
@@ -222,3 +223,24 @@ def test_beginnings(pipeline: Any) -> None:
             with succeeds("a report", where=f"zero {zero_s}, {options}"):
                 found = made(zero_s, **options)
             assert_equal(found, (program, step_s), where=f"zero {zero_s}, {options}")
+
+
+@requirement(
+    "PIPE-671",
+    "What is no engine, or no clock, MUST be refused when a recorder is made of it, with what it lacks.",
+    needs=("streams",),
+)
+def test_no_engines_and_clocks(pipeline: Any) -> None:
+    from fastimpl.pipeline.recording import HostClock, Recorder
+
+    for engine in (object(), None, 0, InlineEngine):
+        said = f"got: {type(engine).__name__} without {'device' if engine is InlineEngine else ''}"
+        with raises(ConfigError, mentions=("where: engine", said), where=repr(engine)):
+            Recorder(engine, HostClock())
+    for clock, said in ((object(), "object without lane, mark"), (None, "NoneType without lane"), (HostClock, "class")):
+        with raises(ConfigError, mentions=("where: clock", said), where=repr(clock)):
+            Recorder(InlineEngine(), cast("Any", clock))
+    with raises(ConfigError, mentions=("where: sees_reads",)):
+        Recorder(InlineEngine(), HostClock(), sees_reads=cast("Any", "false"))
+    with succeeds("a recorder", where="in front of another one"):
+        Recorder(Recorder(InlineEngine(), HostClock()), HostClock())

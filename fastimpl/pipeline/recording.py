@@ -17,6 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fastimpl.pipeline.overlap import HostWait, Instruction, Record, StepEnd, Wait, Work
+from twinproof.engine import check_engine
+from twinproof.errors import ConfigError, check_flags
 
 __all__ = ["CudaClock", "HostClock", "Recorder", "StreamClock"]
 
@@ -39,6 +41,15 @@ class StreamClock(Protocol):
 
     def host_s(self) -> float:
         """Seconds, from any zero; constant where the host's own time does not count."""
+
+
+def _check_clock(clock: Any) -> StreamClock:
+    """Demand all that a clock has: most of it is asked for in the middle of a step. Raises ConfigError."""
+    missing = [name for name in vars(StreamClock) if not name.startswith("_") and not hasattr(clock, name)]
+    if missing or isinstance(clock, type):
+        got = f"{type(clock).__name__} without {', '.join(missing)}" if missing else f"the class {clock.__name__}"
+        raise ConfigError("not a clock", got=got, expected="fastimpl.pipeline.recording.StreamClock", where="clock")
+    return clock  # type: ignore[no-any-return]
 
 
 class HostClock:
@@ -115,10 +126,14 @@ class Recorder:
         clock: tells how long it takes.
         sees_reads: waits of the host for values of the device are seen where Python asks for them (``tolist`` and its
             like), at a microsecond or two for every call of torch. Without it they count as the host's own time.
+
+    Raises:
+        ConfigError: what is no engine, or no clock, with what it lacks.
     """
 
     def __init__(self, engine: Any, clock: StreamClock, *, sees_reads: bool = False) -> None:
-        self._engine, self._clock, self._sees_reads = engine, clock, sees_reads
+        check_flags(sees_reads=sees_reads)
+        self._engine, self._clock, self._sees_reads = check_engine(engine), _check_clock(clock), sees_reads
         self._names: list[tuple[Any, str]] = []
         self._labels = [_OTHER]
         self._open: dict[str, _Segment] = {}
