@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from twinproof.errors import ConfigError, DistributedError, PipelineError, check_flags
+from twinproof.errors import ConfigError, DistributedError, PipelineError, UnsupportedError, check_flags
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.optimizers import clear_gradients, trained_params
 from twinproof.pipeline.config import check_answer, check_losses, check_parts
@@ -107,6 +107,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     the loader comes out unchanged on its rank, before anything is updated, and as DistributedError on the others;
     nothing is lost and the next call goes on.
 
+    A pipeline is neither copied nor pickled; a copy of its model is a plain one, that nobody drives.
+
     After an exception in forward, backward or the optimizer, the batch counts as neither processed nor held; one
     process goes on with the next batch, ranks need ``reset()``, for they may have come to different points.
 
@@ -117,7 +119,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
 
     Raises:
         ConfigError: a model that cannot be traced, arguments that contradict or are refused, dense gradients that
-            nobody reduces. PipelineError: a failed pipeline that was not reset.
+            nobody reduces. PipelineError: a failed pipeline that was not reset. UnsupportedError: a copy, or a pickle.
     """
 
     ahead_count: ClassVar[int] = 0
@@ -167,6 +169,10 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         self._is_hooked = False
         self._stages = type(self)._make_stages(self._device, options)
         self.attach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        what, instead = "a pipeline cannot be copied: it drives one model", "a copy of the model, and a pipeline of it"
+        raise UnsupportedError(what, got="copy or pickle", expected=instead, where=type(self).__name__)
 
     def attach(self, model: torch.nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Drive the model's sharded modules; another model with the same names may take the place of the first.
@@ -612,14 +618,6 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
 
     def clear_sparse_data_dist_inputs(self, context: Any) -> None:
         """Nothing: what an exchange was given goes with its lookup."""
-
-    @property
-    def _pipelined_modules(self) -> list[Any]:
-        return [call.module for call in self.calls]
-
-    @property
-    def _pipelined_postprocs(self) -> list[Any]:
-        return list({name: module for call in self.calls for name, module in call.postprocs.items()}.values())
 
     def _init_pipelined_modules(self, batch: In, context: Any, pipelined_forward: Any = None) -> None:
         """Called when the first batch has come into an empty pipeline; modules are driven already."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from twinproof.errors import ConfigError, PipelineError
-from twinproof.pipeline.stages import unwrapped
+from twinproof.pipeline.stages import Call, unwrapped
 
 __all__ = ["TorchrecModels"]
 
@@ -19,6 +19,15 @@ class TorchrecModels:
 
     _model: torch.nn.Module
     _current: Any
+    calls: list[Call]
+
+    @property
+    def _pipelined_modules(self) -> list[Any]:
+        return [call.module for call in self.calls]
+
+    @property
+    def _pipelined_postprocs(self) -> list[Any]:
+        return list({name: module for call in self.calls for name, module in call.postprocs.items()}.values())
 
     def sync_embeddings(self, model: Any, interval_batches: int | None, context: Any = None) -> None:
         """Average a ``DMPCollection``'s replicas every so many batches; without a context the step's batch counts."""
