@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 import pytest
+import torch
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from conformance.pipeline.cases import EVALUATION, TRAINING
+from conformance.pipeline.cases import EVALUATION, TRAINING, LoaderError, with_bad_id
 from conformance.pipeline.jobs import Job, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import UnsupportedError
@@ -44,3 +49,205 @@ def test_copied_pipelines(pipeline: Any, name: str) -> None:
             assert_bits(predictions, plain(job.batch(0))[1], where="the copied model")
     for step, (got, expected) in enumerate(zip(*outputs, strict=True)):
         assert_bits(got, expected, where=f"step {step}")
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """What is in a cycle stays, as it does on a device until a garbage collection happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _Watch:
+    """What of jobs and their pipelines is there, by name; holds none of it."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, weakref.ref[Any]] = {}
+
+    def see(self, name: str, *things: Any) -> None:
+        """From now on."""
+        for number, thing in enumerate(things):
+            self._held[f"{name} {number}"] = weakref.ref(thing)
+
+    def see_job(self, job: Job) -> None:
+        """The model, and memory of its tables, of dense parameters and of states."""
+        self.see("model", job.model, *job.collections)
+        self.see("optimizer", job.optimizer)
+        self.see("store", *(store for store, _, _ in job.stored))
+        params = list(job.model.parameters())
+        momenta = [state["momentum_buffer"] for state in job.optimizer.state.values()]
+        shards = [shard for collection in job.collections for shard in collection.local_shards().values()]
+        tables = [tensor for _, weight, states in shards for tensor in (weight, *states.values())]
+        self.see("memory", *(tensor.untyped_storage() for tensor in (*params, *momenta, *tables)))
+
+    def left(self) -> list[str]:
+        """The names of what is there."""
+        return [name for name, thing in self._held.items() if thing() is not None]
+
+
+def _warm(pipeline: Any, name: str) -> None:
+    """What is imported in the first step of a process keeps frames in cycles of its own."""
+    job = Job(pipeline, 5)
+    _driven(job, job.schedule(name), iter(job.batches(3)))
+
+
+def _driven(job: Job, schedule: Any, loader: Iterator[Any]) -> None:
+    for _ in range(2):
+        schedule.progress(loader)
+
+
+def _detached(job: Job, schedule: Any, loader: Iterator[Any]) -> None:
+    _driven(job, schedule, loader)
+    schedule.detach()
+
+
+def _switched(job: Job, schedule: Any, loader: Iterator[Any]) -> None:
+    _driven(job, schedule, loader)
+    job.model.eval()
+    _driven(job, schedule, loader)
+
+
+def _run_out(job: Job, schedule: Any, loader: Iterator[Any]) -> None:
+    outputs_of(schedule, loader)
+    schedule.reset()
+
+
+WAYS: tuple[Callable[[Job, Any, Iterator[Any]], None], ...] = (_driven, _detached, _switched, _run_out)
+
+
+@requirement(
+    "PIPE-673",
+    "A pipeline, the model that it drove, copies of it, its tables, its optimizer and batches in flight MUST be gone "
+    "when nobody has them any more, without a garbage collection: of every schedule, over tables of every kind.",
+)
+@pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
+def test_dropped_pipelines(pipeline: Any, kvstore: Any, name: str) -> None:
+    _warm(pipeline, name)
+    for way in WAYS:
+        with _without_collection():
+            for options in ({"kvstore": kvstore}, {"processed": True, "kinds": ("table_wise", "column_wise")}):
+                job, watch = Job(pipeline, 19, **options), _Watch()
+                batches = job.batches(6)
+                watch.see("batch", *batches, *(batch.dense for batch in batches))
+                watch.see("ids", *(ids.values().untyped_storage() for batch in batches for ids in batch.ids))
+                schedule, loader = job.schedule(name), iter(batches)
+                del batches
+                way(job, schedule, loader)
+                if not job.stored:
+                    watch.see("copy of the model", *copy.deepcopy(job.model).modules())
+                watch.see("pipeline", schedule)
+                watch.see("batch in flight", *schedule._queue)
+                watch.see_job(job)
+                del job, schedule, loader
+                assert_equal(watch.left(), [], where=f"{name}, {way.__name__[1:]}, {', '.join(options)}: what is left")
+
+
+@requirement(
+    "PIPE-674",
+    "The model of a pipeline that was dropped MUST be as one that was given back: its modules have the forwards that "
+    "they had, and train; one that another pipeline has taken over meanwhile stays driven by that one.",
+)
+@pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
+def test_models_of_dropped_pipelines(pipeline: Any, name: str) -> None:
+    job, loop = Job(pipeline, 21), Job(pipeline, 21)
+    own = job.collections[0].forward
+    job.collections[0].forward = own
+    schedule, loader = job.schedule(name), iter(job.batches(4))
+    if name in EVALUATION:
+        schedule.progress(loader)
+    else:
+        assert_bits(schedule.progress(loader), loop.step(loop.batches(1)[0]), where="the pipeline's step")
+    assert_equal(job.collections[0].forward is own, False, where="forward of a driven module")
+    del schedule
+    assert_equal(job.collections[0].forward is own, True, where="a forward of its own, behind the pipeline")
+    assert_equal("forward" in vars(job.collections[1]), False, where="its class's forward, behind the pipeline")
+    for number in (1, 2):
+        with succeeds("a step", where="behind the pipeline"):
+            found = job.step(job.batch(number))
+        assert_bits(found, loop.step(loop.batch(number)), where=f"batch {number}")
+    first, second = job.schedule(name), job.schedule(name)
+    del first
+    with succeeds("progress", where="of the second, behind the first"):
+        second.progress(iter(job.batches(3)))
+
+
+class _Last(torch.nn.Module):
+    """What can be told to raise, behind all lookups."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """The values."""
+        if self.fails:
+            raise LoaderError("in a forward")
+        return values
+
+
+def _failed(job: Job, schedule: Any, what: str) -> None:
+    """Whatever is raised is caught, and forgotten by whoever caught it."""
+    batches = job.batches(5)
+    if what == "bad id":
+        batches[2].ids[0] = with_bad_id(job.pipeline, batches[2].ids[0])
+
+    def of_batches() -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            if number == 2 and what == "loader":
+                raise LoaderError("of a loader")
+            yield batch
+
+    loader = of_batches()
+    job.model.dropout = cast("Any", _Last(fails=what == "forward"))
+    for _ in range(4):
+        with suppress(Exception):
+            schedule.progress(loader)
+    if what == "untraceable":
+        with suppress(Exception):
+            schedule.attach(torch.nn.ModuleList([torch.nn.Sequential(job.collections[0]), job.collections[1]]))
+
+
+@requirement(
+    "PIPE-675",
+    "What a pipeline raised, of its own, a loader's or a model's, MUST NOT keep the pipeline, its model or batches "
+    "when nobody has the exception any more, without a garbage collection.",
+)
+@pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
+def test_forgotten_exceptions(pipeline: Any, name: str) -> None:
+    _warm(pipeline, name)
+    for what in ("loader", "forward", "bad id", "untraceable"):
+        with _without_collection():
+            job, watch = Job(pipeline, 23), _Watch()
+            schedule = job.schedule(name)
+            _failed(job, schedule, what)
+            watch.see("pipeline", schedule)
+            watch.see("batch in flight", *schedule._queue)
+            watch.see_job(job)
+            del job, schedule
+            assert_equal(watch.left(), [], where=f"{name}, {what}: what is left")
+
+
+@requirement(
+    "PIPE-676",
+    "A model whose place another one has taken MUST be gone, with its tables, when nobody else has it, without a "
+    "garbage collection; the pipeline goes on with the other.",
+)
+@pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
+def test_models_that_were_replaced(pipeline: Any, name: str) -> None:
+    _warm(pipeline, name)
+    with _without_collection():
+        job, other, watch = Job(pipeline, 25), Job(pipeline, 25), _Watch()
+        schedule, loader = job.schedule(name), iter(job.batches(6))
+        schedule.progress(loader)
+        watch.see("model", job.model, *job.collections)
+        tables = [weight for collection in job.collections for _, weight, _ in collection.local_shards().values()]
+        watch.see("table", *(table.untyped_storage() for table in tables))
+        del job, tables
+        schedule.attach(other.model)
+        with succeeds("progress", where="the other model"):
+            schedule.progress(loader)
+        assert_equal(watch.left(), [], where=f"{name}: what is left of the first model")

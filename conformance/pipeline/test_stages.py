@@ -409,8 +409,9 @@ def test_copies_have_their_own_forwards(pipeline: Any) -> None:
         job = Job(pipeline, 3)
         said = object()
         job.collections[0].forward = lambda features, said=said: said
-        job.schedule(name).progress(iter(job.batches(3)))
-        copied = copy.deepcopy(job.model)
+        schedule = job.schedule(name)
+        schedule.progress(iter(job.batches(3)))
+        copied = copy.deepcopy(schedule._model)
         with succeeds("a forward", where=name):
             found = copied.collections[0](None)
         assert_equal(found is said, True, where=f"{name}: the copy's own forward is called")

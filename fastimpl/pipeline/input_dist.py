@@ -7,6 +7,8 @@ exchange, so that nothing is read back between the exchange of ids and the looku
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,6 +22,7 @@ from fastimpl.pipeline.route import Route
 from twinproof.kvstore.statedict import gathered
 from twinproof.pipeline.jagged import Bags, offsets_of
 from twinproof.pipeline.modules import LateCheck
+from twinproof.pipeline.queues import weakly
 from twinproof.pipeline.sharding import Awaitable, Layout, ShardedContext
 
 __all__ = ["InputDist", "Segments", "fuse_input_dists"]
@@ -105,7 +108,8 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         segments: Segments | None,
         failure: Exception | None = None,
     ) -> None:
-        super().__init__(self._receive)
+        # A function that held it would be a cycle, which kept what a batch has sent until a garbage collection.
+        super().__init__(weakly(self._receive))
         self.layout, self._route, self._ctx, self._segments, self._failure = layout, route, ctx, segments, failure
         # Checks of this rank's ids whose answers the host reads with the sizes.
         self._late: Sequence[LateCheck] = ctx.late_checks if segments is not None else ()
@@ -113,9 +117,9 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         self.words = self._sizes()
         self.received: torch.Tensor | None = None
         self.request: Any = None
-        # Those whose sizes are read in one go, for the host waits each time; and what was read. Let go when it is: each
-        # is one of them, and a cycle would keep what was sent until a garbage collection.
-        self.together: Sequence[InputDist] = ()
+        # Those whose sizes are read in one go, for the host waits each time; and what was read. Whoever gave them has
+        # them: each is one of them.
+        self.together: Sequence[weakref.ref[InputDist]] = ()
         self._said: list[int] | None = None
 
     @property
@@ -164,8 +168,8 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
     def _read(self) -> tuple[list[list[int]], list[int]]:
         """What each rank said, and the ids of each segment sent, on the host."""
         if self._said is None:
-            here, fused = self.words.device, self.together or (self,)
-            asked = [each for each in fused if not each.is_read and each.words.device == here]
+            here, fused = self.words.device, [each for known in self.together if (each := known()) is not None]
+            asked = [each for each in fused or (self,) if not each.is_read and each.words.device == here]
             messages = [each.message() for each in asked]
             found = torch.cat([part for message in messages for part in message]).tolist()
             for each, message in zip(asked, messages, strict=True):
@@ -250,7 +254,9 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
             if positions is not None:
                 positions = self._taken(positions, sum(sent))
             self._ctx.way_home = WayHome(self._sizes_received(), received, sent, positions)
-        return Awaitable(lambda: self._arrange(requests, sizes, out_words))
+        # A copy does not have what is given here, which would hold it in turn.
+        told = copy.copy(self)
+        return Awaitable(lambda: told._arrange(requests, sizes, out_words))
 
     def _send(self, data: torch.Tensor, out: list[int], sent: list[int]) -> tuple[torch.Tensor, Any]:
         if self.layout.world_size == 1:
@@ -321,9 +327,9 @@ def fuse_input_dists(dists: Sequence[Awaitable[Any]]) -> None:
     What ``input_dist`` returned and nobody has waited for yet; those that were exchanged already are left out.
     """
     fresh = [each for each in dists if isinstance(each, InputDist) and not each.is_read]
-    by_group: dict[Any, list[InputDist]] = {}
+    by_group, references = dict[Any, list[InputDist]](), [weakref.ref(each) for each in fresh]
     for each in fresh:
-        each.together = fresh
+        each.together = references
         if each.received is None and each.layout.world_size > 1:
             # Tables of one model may be cut among different ranks.
             by_group.setdefault(each.group or dist.group.WORLD, []).append(each)

@@ -85,6 +85,7 @@ def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
         failure = error
     results: list[Any] = [None] * world_size
     dist.all_gather_object(results, (value, sendable(failure)), group=process_group)
+    del failure  # Its traceback has this frame.
     raise_first([failed for _, failed in results])
     return [found for found, _ in results]
 

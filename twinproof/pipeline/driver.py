@@ -24,6 +24,7 @@ from twinproof.errors import ConfigError, DistributedError, PipelineError, Unsup
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.optimizers import clear_gradients, trained_params
 from twinproof.pipeline.config import check_answer, check_losses, check_parts
+from twinproof.pipeline.queues import QueueView, weakly
 from twinproof.pipeline.sharding import made_for_training
 from twinproof.pipeline.stages import (
     Attachment,
@@ -34,7 +35,6 @@ from twinproof.pipeline.stages import (
     Options,
     Placed,
     Prepared,
-    QueueView,
     Stages,
     Traces,
     check_asked,
@@ -77,7 +77,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     Args:
         model: called with a batch, returns (losses, output); the sum of losses is what is differentiated, in
             evaluation they may be None. Sharded modules in it are driven by the pipeline, and belong to it until
-            ``detach()``.
+            ``detach()``, or until nobody has the pipeline.
         optimizer: of the dense parameters. Tables update themselves in the backward.
         device: where batches go.
         execute_all_batches: False leaves the last batches, as many as are in flight, unprocessed and held.
@@ -158,7 +158,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         self.contexts = QueueView(self._queue, "context", self._adopted, removed, self._replace)
         self._dataloader_iter: Iterator[In] | None = None
         self._dataloader_exhausted = self._failed = False
-        self._deferred: BaseException | None = None
+        # Raised out of a list: an exception that a frame of its own traceback had would keep the pipeline.
+        self._deferred: list[BaseException] = []
         self._current: BatchContext | None = None
         self._made: BatchContext | None = None
         self.calls: list[Call] = []
@@ -203,7 +204,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         stale = [call.name for call in self.calls if self.options.looks_up_before_update and self.is_late(call)]
         if stale:
             logger.warning("parameters of the optimizer are read one update stale in %s", stale)
-        self._attachment = Attachment(self.calls, self._result_of)
+        self._attachment = Attachment(self.calls, weakly(self._result_of))
 
     def detach(self) -> torch.nn.Module:
         """Give the model back as it was; batches in flight stay, and ``progress`` attaches again."""
@@ -223,7 +224,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         self.batches.clear()
         self._held.clear()
         self._dataloader_iter, self._dataloader_exhausted, self._failed = None, False, False
-        self._current = self._made = self._deferred = None
+        self._current = self._made = None
+        self._deferred.clear()
         self._next_index = 0
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
@@ -238,9 +240,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
             self._drive()
         self._check_reducers()
         self._take_loader(dataloader_iter)
-        error, self._deferred = self._deferred, None
-        if error is not None:
-            raise error
+        if self._deferred:
+            raise self._deferred.pop()
         self.fill_pipeline(dataloader_iter)
         if not self._queue or (self._dataloader_exhausted and not self._execute_all):
             raise StopIteration
@@ -274,6 +275,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     def _drop(self, in_flight: BatchContext) -> None:
         if in_flight in self._queue:
             self._queue.remove(in_flight)
+        in_flight.forget()
         for other in self._queue:
             self._recall(other)
         self._failed = self._world_size > 1
@@ -334,7 +336,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
             try:
                 self._pull_until(self.ahead_count + 1)
             except BaseException as error:
-                self._deferred = error
+                self._deferred = [error]
 
     def _pull_until(self, count: int) -> None:
         """Have this many batches in flight, if the loader has them."""
@@ -369,7 +371,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         self._take_loader(dataloader_iter)
         if self._dataloader_exhausted:
             return None
-        failure: BaseException | None = None
+        failures: list[BaseException] = []
         made: Made | None = None
         said = _HAS_BATCH
         try:
@@ -378,16 +380,16 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         except StopIteration:
             said = _EXHAUSTED
         except BaseException as error:
-            failure, said = error, _FAILED
+            failures, said = [error], _FAILED
         if said == _HAS_BATCH:
             try:
                 made = prepare(self._held[0])
             except BaseException as error:
-                failure, said = error, _FAILED
+                failures, said = [error], _FAILED
                 self._held.popleft()
         agreed = self.agree(said)
-        if failure is not None:
-            raise failure
+        if failures:
+            raise failures.pop()
         if agreed == _FAILED:
             raise DistributedError("the loader of another rank failed, or the copy of its batch", where="progress")
         if agreed == _EXHAUSTED:
@@ -666,13 +668,13 @@ class LookupPipeline(Pipeline[In, Out]):
         """
         with self.failure_noted(batch):
             self.start_embedding_lookup(batch.batch, batch.context)
-        failure = batch.failure
-        if failure is not None:
+        failures = [] if batch.failure is None else [batch.failure]
+        if failures:
             batch.results.clear()
-            batch.failure = failure if batch is self._queue[0] else None
+            batch.failure = failures[0] if batch is self._queue[0] else None
             self._failed = self._world_size > 1
             if self._failed:
-                raise failure
+                raise failures.pop()
 
     def wait_embedding_lookup(self) -> None:
         """Called before the forward: the caller's stream waits for the current batch's lookups."""

@@ -346,9 +346,9 @@ def check_each(
     late = [check for (_, check), is_wanted in zip(found, wanted, strict=True) if is_wanted and check is not None]
     if late:
         answers = torch.stack([check.found for check in late]).tolist()
-        for failure in (check.failure(*answer) for check, answer in zip(late, answers, strict=True)):
-            if failure is not None:
-                raise failure
+        told = (check.failure(*answer) for check, answer in zip(late, answers, strict=True))
+        if failures := [failure for failure in told if failure is not None]:
+            raise failures.pop(0)  # A frame that had its own exception would be kept by it.
     return [bags for bags, _ in found]
 
 
@@ -356,11 +356,10 @@ def _check_now(bags: Bags, row_counts: Sequence[int], names: Sequence[str], boun
     count, first = engine.outside(bags, row_counts)
     if count == 0:
         return bags
-    error = _outside_error(bags, row_counts, names, count, first)
     if bounds_check == "fatal":
-        raise error
+        raise _outside_error(bags, row_counts, names, count, first)
     if bounds_check == "warning":
-        _warn(error)
+        _warn(_outside_error(bags, row_counts, names, count, first))
     return Bags(engine.mended(bags, row_counts), bags.offsets, bags.weights)
 
 

@@ -6,6 +6,7 @@ All of it is a pure function of the tables, the plan and the ranks, so that each
 from __future__ import annotations
 
 import operator
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -73,12 +74,17 @@ class Awaitable(Generic[Value]):
                     self._value = finish()
             except Exception as error:
                 self._failure = error
+                # What raised it holds what it belongs to, which holds it.
+                traceback.clear_frames(error.__traceback__)
             except BaseException as error:
                 # Half of an exchange cannot be ended by another try.
                 self._failure = DistributedError("interrupted in the middle", got=type(error).__name__, where="wait")
                 raise
         if self._failure is not None:
-            raise self._failure
+            failures = [self._failure]
+            # Nor is this frame to hold what holds the exception.
+            del self
+            raise failures.pop()
         return self._value
 
 

@@ -14,11 +14,11 @@ import itertools
 import logging
 import operator
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Protocol, SupportsIndex, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ __all__ = [
     "Options",
     "Placed",
     "Prepared",
-    "QueueView",
     "Stages",
     "Traces",
     "check_asked",
@@ -342,9 +341,16 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
     except Exception as error:
         graph, failure = tracer.graph, untraceable(inner, error)
         failure.__cause__ = error
+    finally:
+        # A function of torch's that calls itself keeps the tracer, and with it the model, until a garbage collection.
+        tracer.root, tracer.tensor_attrs, tracer.submodule_paths = torch.nn.Module(), {}, None
     calls = _calls_in(graph, inner, pipeline_postproc=pipeline_postproc) if known or failure is None else []
-    if failure is not None and (not calls or [call.formula for call in calls] != [call.formula for call in known]):
-        raise failure
+    try:
+        if failure is not None and (not calls or [call.formula for call in calls] != [call.formula for call in known]):
+            raise failure
+    finally:
+        # Its traceback has this frame, which would keep it, and with it the model.
+        del failure
     return calls
 
 
@@ -440,18 +446,23 @@ class Attachment:
     Args:
         calls: whose modules.
         result_of: module name, what it is called with -> the prepared result; called once for each forward of the
-            module.
+            module. Modules hold it, so that it holds no pipeline.
+
+    One that is dropped is closed: modules of a pipeline that has gone are nobody's.
     """
 
     def __init__(self, calls: list[Call], result_of: Callable[[str, Arguments], Any]) -> None:
+        self._prepared: dict[str, Prepared] = {}
         self._driven: dict[str, Any] = {call.name: call.module for call in calls}
         self._ahead = {name for call in calls for name in call.postprocs}
         for call in calls:
             self._driven |= call.postprocs
-        self._prepared: dict[str, Prepared] = {}
         for name, module in self._driven.items():
             prepared = Prepared(module, name, result_of, vars(module).get("forward"))
             module.forward = self._prepared[name] = prepared
+
+    def __del__(self) -> None:
+        self.close()
 
     def is_overlaid(self) -> bool:
         """Whether somebody has changed the forward of a module that runs ahead: what was made ahead is another's.
@@ -478,6 +489,8 @@ class Attachment:
 class Prepared:
     """Stands in for a driven module's forward. A copy of the module, which no pipeline drives, has its own forward.
 
+    It does not hold its module, which holds it: a model that is dropped is gone at once, with its tables.
+
     Attributes:
         replaced: the forward that the module itself had, None where it has its class's only. What another pipeline
             put there is none of the module's.
@@ -487,11 +500,10 @@ class Prepared:
         self,
         module: Any,
         name: str,
-        result_of: Callable[[str, Arguments], Any],
+        result_of: Callable[[str, Arguments], Any] | None,
         before: Callable[..., Any] | None = None,
     ) -> None:
-        self._module, self._name = module, name
-        self._result_of: Callable[[str, Arguments], Any] | None = result_of
+        self._module, self._name, self._result_of = weakref.ref(module), name, result_of
         own = before.replaced if isinstance(before, Prepared) else before
         self.replaced: Callable[..., Any] | None = own
 
@@ -515,10 +527,16 @@ class Prepared:
         # Not the pipeline with its batches, which would come along with what is called here.
         if self.replaced is not None:
             return _itself, (self.replaced,)
-        return functools.partial, (type(self._module).forward, self._module)
+        return _plain, (self._driven(), self._name)
+
+    def _driven(self) -> Any:
+        module = self._module()
+        if module is None:
+            raise PipelineError("the module of this forward has gone", got=None, expected="a module", where=self._name)
+        return module
 
     def _own(self) -> Callable[..., Any]:
-        return self.replaced or functools.partial(type(self._module).forward, self._module)
+        return self.replaced or functools.partial(type(self._driven()).forward, self._driven())
 
 
 def check_asked(name: str, ahead: Arguments, given: Arguments) -> None:
@@ -550,6 +568,11 @@ def _same(one: Any, other: Any) -> bool:
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
+
+
+def _plain(module: Any, name: str) -> Prepared:
+    """A copied module's own forward, which does not hold it either."""
+    return Prepared(module, name, None)
 
 
 def is_dtensor(param: torch.Tensor) -> bool:
@@ -962,89 +985,6 @@ class Stages(Protocol[Batch]):
 
     def optimize(self, late: list[Call], work: Callable[[], None]) -> None:
         """P; ``late`` are the modules that read what it updates."""
-
-
-class QueueView(MutableSequence[Any]):
-    """``batches`` or ``contexts`` of a pipeline as subclasses of torchrec's pipelines know them: deques in lock step.
-
-    Removing a batch and then its context, or the other way round, removes one batch in flight. Until then what was not
-    removed yet stands in its place, as in two deques. A batch that is put in the place of another is sent and looked
-    up anew.
-
-    Raises:
-        PipelineError: an insertion other than at the end.
-    """
-
-    def __init__(
-        self,
-        queue: deque[Any],
-        attribute: str,
-        make: Callable[[Any], Any],
-        removed: dict[str, list[Any]],
-        replace: Callable[[Any, Any], None],
-    ) -> None:
-        self._queue, self._attribute, self._make, self._replace = queue, attribute, make, replace
-        # Batches that are in one of the queues only, by the one that they are still in: both views share it.
-        self._removed, self._is_batches = removed, attribute == "batch"
-        self._left = removed[attribute]
-
-    def _items(self) -> list[Any]:
-        return sorted([*self._left, *self._queue], key=lambda batch: batch.index) if self._left else list(self._queue)
-
-    def __len__(self) -> int:
-        return len(self._left) + len(self._queue)
-
-    def __getitem__(self, index: Any) -> Any:
-        found = [getattr(batch, self._attribute) for batch in self._items()]
-        return found[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        batch = self._items()[index]
-        if self._is_batches:
-            self._replace(batch, value)
-        else:
-            batch.given_context = value
-
-    def __delitem__(self, index: SupportsIndex | slice) -> None:
-        if isinstance(index, slice):
-            raise PipelineError("one at a time", got=index, where="batches and contexts of a pipeline")
-        batch = self._items()[index.__index__()]
-        if batch in self._left:
-            self._left.remove(batch)
-        else:
-            self._queue.remove(batch)
-            self._removed["context" if self._is_batches else "batch"].append(batch)
-
-    def insert(self, index: int, value: Any) -> None:
-        """At the end: a batch that is on the device already, or the context of the first batch that lacks one."""
-        lacking = [batch for batch in self._queue if batch.given_context is None]
-        if self._is_batches and index == len(self):
-            self._queue.append(self._make(value))
-        elif lacking and not self._is_batches:
-            lacking[0].given_context = value
-        else:
-            raise PipelineError("only batches, then their contexts, at the end", got=index, where=self._attribute)
-
-    def append(self, value: Any) -> None:
-        """See ``insert``."""
-        self.insert(len(self), value)
-
-    def popleft(self) -> Any:
-        """The first, which is removed."""
-        found = self[0]
-        del self[0]
-        return found
-
-    def clear(self) -> None:
-        """Both queues are empty."""
-        self._queue.clear()
-        for left in self._removed.values():
-            left.clear()
-
-    def extend(self, values: Iterable[Any]) -> None:
-        """See ``insert``."""
-        for value in values:
-            self.append(value)
 
 
 def looked_up(module: Any, ctx: Any, given: Any) -> Any:

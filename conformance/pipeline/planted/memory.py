@@ -17,9 +17,9 @@ def lookup_outputs_held(original: Any, p: Any, batch: Any, calls: Any) -> None:
 
 @fault(kills="PIPE-157", at="twinproof.pipeline.driver:Pipeline._drop")
 def failures_held(original: Any, schedule: Any, batch: Any) -> None:
-    """Failed batches are kept."""
+    """What failed batches had sent is kept."""
+    schedule.__dict__.setdefault("_failures", []).append([*batch.contexts.values(), *batch.inputs.values()])
     original(schedule, batch)
-    schedule.__dict__.setdefault("_failures", []).append(batch)
 
 
 @fault(kills="PIPE-103", at="twinproof.pipeline.driver:Pipeline.progress")
@@ -45,6 +45,7 @@ rows_held_by_their_reader = patched(
 
 sent_with_itself = patched(
     "What was exchanged together is remembered by each of it, so that all of it waits for a garbage collection.",
+    mutated("fastimpl.pipeline.input_dist:fuse_input_dists", "weakref.ref(each)", "lambda each=each: each"),
     mutated(
         "fastimpl.pipeline.input_dist:InputDist._hear",
         "self._said, self.together = said[:end], ()",

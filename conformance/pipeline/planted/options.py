@@ -61,8 +61,8 @@ error_kept_by_reset = patched(
     "reset() keeps what a loader raised behind the last forward.",
     mutated(
         "twinproof.pipeline.driver:Pipeline.reset",
-        "self._current = self._made = self._deferred = None",
-        "self._current = self._made = None",
+        "self._deferred.clear()",
+        "pass",
     ),
     kills="PIPE-396",
 )

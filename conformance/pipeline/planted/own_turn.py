@@ -16,15 +16,15 @@ half_exchanges_kept = patched(
 )
 early_lookups_raise = patched(
     "What an early lookup raises comes out at once, and the batch stays in flight.",
-    mutated(_AHEAD, "batch.failure = failure if batch is self._queue[0] else None", "raise failure"),
+    mutated(_AHEAD, "batch.failure = failures[0] if batch is self._queue[0] else None", "raise failures[0]"),
     kills="PIPE-651",
 )
 failing_batches_skip_their_turn = patched(
     "A batch whose early lookup failed is forgotten in the step before.",
     mutated(
         _AHEAD,
-        "batch.failure = failure if batch is self._queue[0] else None",
-        "batch.failure = failure; self._queue.remove(batch) if batch is not self._queue[0] else None",
+        "batch.failure = failures[0] if batch is self._queue[0] else None",
+        "batch.failure = failures[0]; self._queue.remove(batch) if batch is not self._queue[0] else None",
     ),
     kills="PIPE-651",
 )

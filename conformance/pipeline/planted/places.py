@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +115,7 @@ def sizes_read_one_by_one(original: Any, dists: Any) -> None:
     """Each module's sizes are copied to the host alone, and waited for alone."""
     original(dists)
     for each in dists:
-        each.together = (each,)
+        each.together = (weakref.ref(each),)
 
 
 @fault(kills="PIPE-329", at="twinproof.pipeline.modules:StoreRows.read")
