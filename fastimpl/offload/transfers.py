@@ -21,6 +21,7 @@ from fastimpl.offload.slot_step import SlotUpdates
 from fastimpl.streams import Engine, engine_for, placement_of
 from twinproof.offload.driver import MovePlan, Wanted
 from twinproof.offload.states import MASTER, Bundle, bindings, holder_of, rebind, version_of, view_of
+from twinproof.references import weakly
 
 __all__ = ["StreamedTransfers"]
 
@@ -42,7 +43,7 @@ class StreamedTransfers:
         self._hosts: set[int] = set()
         self._strangers: set[tuple[int, str]] = set()
         self._slot_updates = SlotUpdates(plan)
-        self._host_step = HostStep(plan, self._in, self._out, self.settle)
+        self._host_step = HostStep(plan, self._in, self._out, weakly(self.settle))
 
     @staticmethod
     def default_engine(device: torch.device) -> Engine:

@@ -22,8 +22,8 @@ from fastimpl.pipeline.route import Route
 from twinproof.kvstore.statedict import gathered
 from twinproof.pipeline.jagged import Bags, offsets_of
 from twinproof.pipeline.modules import LateCheck
-from twinproof.pipeline.queues import weakly
 from twinproof.pipeline.sharding import Awaitable, Layout, ShardedContext
+from twinproof.references import weakly
 
 __all__ = ["InputDist", "Segments", "fuse_input_dists"]
 

@@ -12,11 +12,10 @@ float32 moments or leave states on the host beside a model on a device.
 from __future__ import annotations
 
 import functools
-import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +40,9 @@ from twinproof.offload.states import (
     mesh_of,
     select,
 )
+from twinproof.offload.steps import arithmetic_of, has_step_of_others, outside_of_graphs
 from twinproof.optimizers import AdamHyper
+from twinproof.references import Weak, method_of, weakly
 
 __all__ = [
     "MovePlan",
@@ -51,20 +52,17 @@ __all__ = [
     "Transfers",
     "Update",
     "Wanted",
-    "arithmetic_of",
     "check_attachment",
     "check_cpu_step",
     "check_devices",
     "check_gradients",
     "check_saved",
     "expected_states",
-    "has_step_of_others",
     "known_kind",
     "load_states",
     "narrowed",
     "place_scalars",
     "prepare_states",
-    "steps_that_run",
     "unwrapped",
     "updates_of",
 ]
@@ -85,15 +83,6 @@ CPU_STEP = (
 _HELD_AS = ("optimizer", "optim", "_optimizer")  # Where a wrapper has the optimizer that steps.
 # Where Megatron's wrappers keep the float32 masters that their inner optimizer steps.
 _MASTER_GROUPS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-
-
-def arithmetic_of(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The optimizer's own step, without torch's wrapper that runs hooks and the profiler."""
-    step: Any = kind.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    found: Callable[..., Any] = step
-    return found
 
 
 def known_kind(kind: type[Optimizer]) -> type[Optimizer] | None:
@@ -231,6 +220,8 @@ class StepDriver:
     place, runs the optimizer's step hooks, and with them ``around``. One in its place is what ``optimizer.step`` runs.
     """
 
+    optimizer = Weak[Optimizer]()
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -238,7 +229,7 @@ class StepDriver:
         run: Callable[[Callable[[], None]], None],
         around: tuple[Callable[..., Any], Callable[..., None]],
     ) -> None:
-        self.optimizer, self.run, self._masters = optimizer, run, owner.masters
+        self.optimizer, self.run, self._masters = optimizer, weakly(run), owner.masters
         self.attached, self._drives = True, False
         # What is to be done behind a step in which ``detach`` was called: hooks cannot change while they run.
         self._later: Callable[[], None] | None = None
@@ -246,8 +237,7 @@ class StepDriver:
         self._is_known = known_kind(type(optimizer)) is not None
         self._before: Any = optimizer.__dict__.get("step")
         self._is_of_others = has_step_of_others(optimizer)
-        self._after = self._make()
-        before, after = around
+        before, after = map(weakly, around)
         self._handles = [
             optimizer.register_step_pre_hook(
                 lambda *given: before(*given) if self.attached and not self._drives else None
@@ -256,7 +246,8 @@ class StepDriver:
                 lambda *given: after(*given) if self.attached and not self._drives else None
             ),
         ]
-        optimizer.step = self._after  # type: ignore[method-assign]
+        optimizer.step = step = self._make()  # type: ignore[method-assign]
+        self._after = weakref.ref(step)
         setattr(optimizer, _ATTACHED, owner)
 
     def _make(self) -> Any:
@@ -286,11 +277,10 @@ class StepDriver:
                     self._later()
                     self._later = None
 
-        # A compiler would take moves and bindings for arithmetic.
-        found: Any = torch._disable_dynamo(functools.wraps(hooked)(driven))
+        found: Any = outside_of_graphs(functools.wraps(hooked)(driven))
         # Schedulers look for this mark and warn when somebody else's step is on top of theirs.
         found._wrapped_by_lr_sched = True
-        return MethodType(found, self.optimizer)
+        return method_of(found, self.optimizer)
 
     def _step_closed(self, *arguments: Any, **options: Any) -> Any:
         """A plain step; in one whose own hook has closed the offloader, masters are not attached yet."""
@@ -327,35 +317,11 @@ class StepDriver:
         else:
             end()
         delattr(self.optimizer, _ATTACHED)
-        if self.optimizer.__dict__.get("step") is self._after:
+        if self.optimizer.__dict__.get("step") is self._after():
             if self._before is None:
                 del self.optimizer.step
             else:
                 self.optimizer.step = self._before  # type: ignore[method-assign]
-
-
-def has_step_of_others(optimizer: Optimizer) -> bool:
-    """Whether somebody put a step of their own in the place of the class's; a scheduler's only counts, and is none."""
-    found = optimizer.__dict__.get("step")
-    if found is None:
-        return False
-    found = getattr(found, "__func__", found)
-    while getattr(found, "_wrapped_by_lr_sched", False) or getattr(found, "hooked", False):
-        found = found.__wrapped__
-    return found is not arithmetic_of(type(optimizer))
-
-
-# Of torch's wrapper that runs the hooks of a step; every wrapper shares it.
-_RUNS_HOOKS = Optimizer.profile_hook_step(lambda *_: None).__code__
-
-
-def steps_that_run(optimizer: Optimizer) -> int:
-    """How many steps of the optimizer are being made, one inside of another; 0 where a compiler hides them."""
-    count, frame = 0, inspect.currentframe()
-    while frame is not None:
-        count += frame.f_code is _RUNS_HOOKS and frame.f_locals["args"][0] is optimizer
-        frame = frame.f_back
-    return count
 
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -727,6 +693,8 @@ class MovePlan:
         bundles: what moves, by parameter.
         known: parameters that were planned for.
     """
+
+    optimizer = Weak[Optimizer]()
 
     def __init__(
         self,

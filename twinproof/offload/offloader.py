@@ -32,10 +32,8 @@ from twinproof.offload.driver import (
     check_devices,
     check_gradients,
     check_saved,
-    has_step_of_others,
     load_states,
     place_scalars,
-    steps_that_run,
     unwrapped,
     updates_of,
 )
@@ -52,6 +50,8 @@ from twinproof.offload.states import (
     strays,
     version_of,
 )
+from twinproof.offload.steps import has_step_of_others, steps_that_run
+from twinproof.references import Weak
 
 __all__ = ["OptimizerStateOffloader", "Residency"]
 
@@ -89,6 +89,8 @@ class OptimizerStateOffloader:
     the device, and not on the CPU. Results are those of the plain optimizer, bit for bit. A copy or a pickle
     of the optimizer is a plain one: everything comes to the device for it, until the next step or ``offload()``.
 
+    Whoever has one of the two has both; dropped together they go at once. ``optimizer.step`` alone holds neither.
+
     Args:
         optimizer: one of torch's, one that derives from ``torch.optim.Optimizer``, or a wrapper with one as its
             ``optimizer`` (Megatron's ``DistributedOptimizer``, accelerate's); its ``step`` is taken over, its class,
@@ -116,6 +118,9 @@ class OptimizerStateOffloader:
             for a device. UnsupportedError: what is no optimizer, or one of sparse gradients. ConfigError: an option.
     """
 
+    # The optimizer holds all of this but what holds the optimizer: who drops both gets back the memory at once.
+    __slots__ = ("__dict__", "__weakref__", "_keeps")
+    optimizer = Weak[Optimizer]()
     _transfers_of: ClassVar[type[Transfers] | None] = None
 
     def __init_subclass__(cls, *, transfers: type[Transfers] | None = None, **options: Any) -> None:
@@ -165,16 +170,18 @@ class OptimizerStateOffloader:
         )
         self.transfers = transfers(self.plan)
         self.plan.adopt(self.transfers)
-        self._driver = StepDriver(optimizer, self, self._run, (self._before_step_of_others, self._after_step_of_others))
+        self._keeps, held = optimizer, self._without_keeps()
+        around = (held._before_step_of_others, held._after_step_of_others)
+        self._driver = StepDriver(optimizer, held, held._run, around)
         self._others_depth = 0
         # Hooks that the user has already may look at states, so that ours come first.
         self._handles: list[Any] = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.settle(), prepend=True),
+            optimizer.register_state_dict_pre_hook(lambda _: held.settle(), prepend=True),
             optimizer.register_load_state_dict_pre_hook(check_saved),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle_for_writing(), prepend=True),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._take_home()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: held.settle_for_writing(), prepend=True),
+            optimizer.register_load_state_dict_post_hook(lambda _: held._take_home()),
         ]
-        optimizer.__getstate__ = self._state_of_a_copy  # type: ignore[method-assign]
+        optimizer.__getstate__ = held._state_of_a_copy  # type: ignore[method-assign]
         try:
             self.offload()
         except BaseException as error:
@@ -188,6 +195,12 @@ class OptimizerStateOffloader:
         if master_weights is not None:
             # Of an offloader that was closed before, or of the user: all gradients at once in float32.
             master_weights.detach()
+
+    def _without_keeps(self: _Self) -> _Self:
+        """This offloader, of one state with it, as the optimizer holds it: without what keeps the optimizer."""
+        held = object.__new__(type(self))
+        held.__dict__ = self.__dict__
+        return held
 
     @property
     def bundles(self) -> list[Bundle]:

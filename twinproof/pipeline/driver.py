@@ -24,7 +24,7 @@ from twinproof.errors import ConfigError, DistributedError, PipelineError, Unsup
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.optimizers import clear_gradients, trained_params
 from twinproof.pipeline.config import check_answer, check_losses, check_parts
-from twinproof.pipeline.queues import QueueView, weakly
+from twinproof.pipeline.queues import QueueView
 from twinproof.pipeline.sharding import made_for_training
 from twinproof.pipeline.stages import (
     Attachment,
@@ -44,6 +44,7 @@ from twinproof.pipeline.stages import (
     without_graph,
 )
 from twinproof.pipeline.torchrec_models import TorchrecModels
+from twinproof.references import weakly
 
 __all__ = [
     "EvalPipelineFusedSparseDist",

@@ -1,34 +1,15 @@
-"""What is in flight, as subclasses of torchrec's pipelines know it, and references that keep no pipeline.
-
-Prevents models of gigabytes that live until a garbage collection: a pipeline is in no cycle of references.
-"""
+"""What is in flight, as subclasses of torchrec's pipelines know it."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, MutableSequence
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex
 
 from twinproof.errors import PipelineError
+from twinproof.references import weakly
 
-__all__ = ["QueueView", "weakly"]
-
-T = TypeVar("T")
-
-
-def weakly(method: Callable[..., T]) -> Callable[..., T]:
-    """The bound method, which does not keep its object. Raises PipelineError where that has gone."""
-    found = weakref.WeakMethod(method)
-
-    def call(*given: Any) -> T:
-        bound = found()
-        if bound is None:
-            raise PipelineError("this pipeline has gone", got=None, expected="a pipeline", where=method_name)
-        return bound(*given)
-
-    method_name = method.__name__
-    return call
+__all__ = ["QueueView"]
 
 
 class QueueView(MutableSequence[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 from conformance.harness import fault, mutated, patched
@@ -31,7 +32,7 @@ def options_of_steps_lost(original: Any, driver: Any) -> Any:
     def step(optimizer: Any, *arguments: Any, **options: Any) -> Any:
         return made.__func__(optimizer, *arguments)
 
-    return type(made)(step, driver.optimizer)
+    return MethodType(step, driver.optimizer)
 
 
 @fault(kills="OPT-253", at="twinproof.offload.driver:known_kind")

@@ -38,8 +38,8 @@ waits_behind_hooks_of_the_user = patched(
     "The offloader waits for copies behind the hooks that the user had before.",
     mutated(
         "twinproof.offload.offloader:OptimizerStateOffloader.__init__",
-        "optimizer.register_state_dict_pre_hook(lambda _: self.settle(), prepend=True)",
-        "optimizer.register_state_dict_pre_hook(lambda _: self.settle())",
+        "optimizer.register_state_dict_pre_hook(lambda _: held.settle(), prepend=True)",
+        "optimizer.register_state_dict_pre_hook(lambda _: held.settle())",
     ),
     kills="OPT-438",
     of="fastimpl",
@@ -91,7 +91,7 @@ kept_steps_beside_the_cpu = patched(
 
 compilers_look_inside = patched(
     "A compiler traces moves and bindings as if they were arithmetic.",
-    mutated("twinproof.offload.driver:StepDriver._make", "torch._disable_dynamo(", "("),
+    mutated("twinproof.offload.driver:StepDriver._make", "outside_of_graphs(", "("),
     kills="OPT-440",
 )
 
