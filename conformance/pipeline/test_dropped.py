@@ -251,3 +251,51 @@ def test_models_that_were_replaced(pipeline: Any, name: str) -> None:
         with succeeds("progress", where="the other model"):
             schedule.progress(loader)
         assert_equal(watch.left(), [], where=f"{name}: what is left of the first model")
+
+
+class _Keeping(torch.nn.Module):
+    """A model that keeps what it has seen: numbers, results and buffers."""
+
+    steps: torch.Tensor
+    running: torch.Tensor
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.count, self.last = model, 0, None
+        self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("running", torch.zeros(1))
+
+    def forward(self, batch: Any) -> Any:
+        """The model's, with a constant that torch's tracer puts on the model."""
+        self.count += 1
+        self.steps += 1.0
+        self.running = self.running + 1.0
+        losses, predictions = self.model(batch)
+        self.last, self.seen = predictions, True
+        return losses, predictions * torch.ones(1)
+
+
+@requirement(
+    "PIPE-678",
+    "What a forward assigns, to attributes or buffers, or writes in buffers, MUST happen once a step and in none of a "
+    "pipeline's traces of it, which leave nothing on a model.",
+)
+@pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
+def test_traces_leave_nothing(pipeline: Any, name: str) -> None:
+    job = Job(pipeline, 27)
+    model = _Keeping(job.model).to(job.device)
+    job.model = cast("Any", model)
+    attributes, buffers = dict(vars(model)), dict(model.named_buffers(recurse=False))
+    schedule = job.schedule(name)
+    assert_equal(set(vars(model)), set(attributes), where="attributes behind a trace")
+    assert_equal((model.count, model.last is None), (0, True), where="values of attributes behind a trace")
+    kept = all(getattr(model, key) is buffer for key, buffer in buffers.items())
+    assert_equal(kept, True, where="buffers are those of before a trace")
+    loader = iter(job.batches(9))
+    for step in range(1, 7):
+        # Each mode is traced, at its first step.
+        model.train(step < 4)
+        schedule.progress(loader)
+        found = model.count, float(model.steps), float(model.running), isinstance(model.last, torch.Tensor)
+        assert_equal(found, (step, float(step), float(step), True), where=f"step {step}")
+    assert_equal(set(vars(model)) - set(attributes), {"seen"}, where="attributes that came")

@@ -6,6 +6,7 @@ refused before the first update, or averaged where the pipeline is asked for it:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -316,6 +317,34 @@ def _formula_of(node: torch.fx.Node) -> tuple[Any, ...]:
     return (*steps, arguments)
 
 
+@contextlib.contextmanager
+def _left_as_they_were(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Take back what a forward assigns in a trace, or writes in buffers, where nothing has been computed.
+
+    Attributes that torch adds for constants, too: each trace would leave some.
+    """
+    before = [(module, [dict(each) for each in _named_things(module)]) for module in modules]
+    held = [buffer for module in modules for buffer in module.buffers(recurse=False) if not buffer.is_inference()]
+    written = [(buffer, buffer._version, buffer.detach().clone()) for buffer in held]
+    try:
+        yield
+    finally:
+        for module, known in before:
+            for now, then in zip(_named_things(module), known, strict=True):
+                for name in now.keys() - then.keys():
+                    del now[name]
+                now.update(then)
+        with torch.no_grad():
+            for buffer, version, value in written:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def _named_things(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """By name: attributes, and those of torch's that are kept apart."""
+    return [vars(module), *(vars(module).get(name, {}) for name in ("_parameters", "_buffers", "_modules"))]
+
+
 def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known: Sequence[Call] = ()) -> list[Call]:
     """The sharded modules of a model of one argument, in the order of their calls.
 
@@ -334,9 +363,10 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
         return []
     has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     tracer, devices = _Tracer(), [torch.cuda.current_device()] if has_device else []
+    looked_into = [module for name, module in inner.named_modules() if not tracer.is_leaf_module(module, name)]
     try:
         # A forward that draws by itself draws in a trace, too.
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), _left_as_they_were(looked_into):
             graph = tracer.trace(inner)
     except Exception as error:
         graph, failure = tracer.graph, untraceable(inner, error)

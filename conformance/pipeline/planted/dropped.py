@@ -53,3 +53,18 @@ tracers_hold_models = patched(
     ),
     kills="PIPE-676",
 )
+traces_leave_attributes = patched(
+    "What a forward assigns in a trace, and torch for its constants, stays on the model.",
+    mutated("twinproof.pipeline.stages:_left_as_they_were", "del now[name]", "pass"),
+    kills="PIPE-678",
+)
+traces_write_buffers = patched(
+    "What a forward writes in a buffer in a trace stays there.",
+    mutated("twinproof.pipeline.stages:_left_as_they_were", "buffer.copy_(value)", "pass"),
+    kills="PIPE-678",
+)
+traces_count = patched(
+    "What a forward counts in its attributes counts traces, too.",
+    mutated("twinproof.pipeline.stages:_left_as_they_were", "now.update(then)", "pass"),
+    kills="PIPE-678",
+)
