@@ -12,17 +12,22 @@ Host memory for copies is pinned at its exact size, and unpinned when nobody has
 capture, where waiting for the device is an error, nor in a forked child, where every CUDA call is.
 
 ``eagerly`` and ``FirstDerivatives`` say how lookups stand in graphs: of ``torch.compile`` not at all, of autograd once.
+
+``weakly``, ``method_of`` and ``Weak`` keep pipelines and offloaders out of cycles of references. Those hold gigabytes
+of a device until Python's garbage collector runs, which counts objects and not their bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from types import MethodType
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -34,12 +39,16 @@ __all__ = [
     "Engine",
     "FirstDerivatives",
     "InlineEngine",
+    "Weak",
     "check_engine",
     "eagerly",
     "engine_for",
     "in_mode_of_caller",
+    "method_of",
+    "outside_of_graphs",
     "pinned_empty",
     "release_dropped",
+    "weakly",
 ]
 
 P = ParamSpec("P")
@@ -63,6 +72,25 @@ def eagerly(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+@torch._disable_dynamo
+def _called(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    return function(*arguments, **options)
+
+
+def outside_of_graphs(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, which a compiler does not look into: it would take moves and bindings for arithmetic.
+
+    Torch's own decorator would make a cycle of it, and keep what it holds until a garbage collection.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> T:
+        found: T = _called(function, *arguments, **options)
+        return found
+
+    return call
+
+
 class FirstDerivatives(torch.autograd.Function):
     """A function whose backward no graph goes through: kernels and exchanges make gradients that know of no other.
 
@@ -74,6 +102,49 @@ class FirstDerivatives(torch.autograd.Function):
         super().__init_subclass__(**options)
         made: Any = staticmethod(once_differentiable(cls.backward))
         cls.backward = made  # type: ignore[method-assign]
+
+
+def _there(found: Any, where: str) -> Any:
+    if found is None:
+        raise ConfigError("what this belonged to has gone: nobody has it any more", got=None, where=where)
+    return found
+
+
+class Weak(Generic[T]):
+    """An attribute that does not keep what it is set to. Reading it raises ConfigError where that has gone."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name, self._where = f"_weak_{name}", name
+
+    def __set__(self, instance: Any, value: T) -> None:
+        vars(instance)[self._name] = weakref.ref(value)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        if instance is None:
+            return cast("T", self)
+        return cast("T", _there(vars(instance)[self._name](), self._where))
+
+
+def weakly(method: Callable[..., T]) -> Callable[..., T]:
+    """The bound method, which does not keep its object. Raises ConfigError where that has gone."""
+    bound = cast("MethodType", method)
+    function, of = bound.__func__, weakref.ref(bound.__self__)
+
+    def call(*given: Any, **options: Any) -> T:
+        return cast("T", function(_there(of(), function.__name__), *given, **options))
+
+    return call
+
+
+def method_of(function: Callable[..., T], instance: Any) -> Callable[..., T]:
+    """The function as a method of the instance, which it does not keep: what may be set on that instance itself.
+
+    It has the name, the documentation, the signature and the ``__func__`` of a bound method.
+    """
+    method = MethodType(function, instance)
+    call: Any = functools.wraps(function)(weakly(method))
+    call.__func__, call.__signature__ = function, inspect.signature(method)
+    return cast("Callable[..., T]", call)
 
 
 class Engine(Protocol):

@@ -19,9 +19,9 @@ from fastimpl.offload.packing import Item, receive, send
 from fastimpl.offload.positions import GroupPositions
 from fastimpl.offload.slot_step import SlotUpdates
 from fastimpl.streams import Engine, engine_for, placement_of
+from twinproof.engine import weakly
 from twinproof.offload.driver import MovePlan, Wanted
 from twinproof.offload.states import MASTER, Bundle, bindings, holder_of, rebind, version_of, view_of
-from twinproof.references import weakly
 
 __all__ = ["StreamedTransfers"]
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from fastimpl import ops
 from fastimpl.pipeline.route import Route
+from twinproof.engine import weakly
 from twinproof.kvstore.statedict import gathered
 from twinproof.pipeline.jagged import Bags, offsets_of
 from twinproof.pipeline.modules import LateCheck
 from twinproof.pipeline.sharding import Awaitable, Layout, ShardedContext
-from twinproof.references import weakly
 
 __all__ = ["InputDist", "Segments", "fuse_input_dists"]
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from twinproof.engine import Engine
+from twinproof.engine import Engine, Weak, method_of, outside_of_graphs, weakly
 from twinproof.errors import ConfigError, OffloadConflictError, PlanError, UnsupportedError
 from twinproof.offload.states import (
     MASTER,
@@ -40,9 +40,7 @@ from twinproof.offload.states import (
     mesh_of,
     select,
 )
-from twinproof.offload.steps import arithmetic_of, has_step_of_others, outside_of_graphs
 from twinproof.optimizers import AdamHyper
-from twinproof.references import Weak, method_of, weakly
 
 __all__ = [
     "MovePlan",
@@ -52,12 +50,14 @@ __all__ = [
     "Transfers",
     "Update",
     "Wanted",
+    "arithmetic_of",
     "check_attachment",
     "check_cpu_step",
     "check_devices",
     "check_gradients",
     "check_saved",
     "expected_states",
+    "has_step_of_others",
     "known_kind",
     "load_states",
     "narrowed",
@@ -83,6 +83,15 @@ CPU_STEP = (
 _HELD_AS = ("optimizer", "optim", "_optimizer")  # Where a wrapper has the optimizer that steps.
 # Where Megatron's wrappers keep the float32 masters that their inner optimizer steps.
 _MASTER_GROUPS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+
+
+def arithmetic_of(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The optimizer's own step, without torch's wrapper that runs hooks and the profiler."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    found: Callable[..., Any] = step
+    return found
 
 
 def known_kind(kind: type[Optimizer]) -> type[Optimizer] | None:
@@ -322,6 +331,17 @@ class StepDriver:
                 del self.optimizer.step
             else:
                 self.optimizer.step = self._before  # type: ignore[method-assign]
+
+
+def has_step_of_others(optimizer: Optimizer) -> bool:
+    """Whether somebody put a step of their own in the place of the class's; a scheduler's only counts, and is none."""
+    found = optimizer.__dict__.get("step")
+    if found is None:
+        return False
+    found = getattr(found, "__func__", found)
+    while getattr(found, "_wrapped_by_lr_sched", False) or getattr(found, "hooked", False):
+        found = found.__wrapped__
+    return found is not arithmetic_of(type(optimizer))
 
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)

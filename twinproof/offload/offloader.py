@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from twinproof.engine import Engine, check_engine
+from twinproof.engine import Engine, Weak, check_engine
 from twinproof.errors import ConfigError, OffloadConflictError, UnsupportedError, check_flags, check_kind
 from twinproof.offload.driver import (
     MovePlan,
@@ -32,6 +33,7 @@ from twinproof.offload.driver import (
     check_devices,
     check_gradients,
     check_saved,
+    has_step_of_others,
     load_states,
     place_scalars,
     unwrapped,
@@ -50,8 +52,6 @@ from twinproof.offload.states import (
     strays,
     version_of,
 )
-from twinproof.offload.steps import has_step_of_others, steps_that_run
-from twinproof.references import Weak
 
 __all__ = ["OptimizerStateOffloader", "Residency"]
 
@@ -553,6 +553,19 @@ class OptimizerStateOffloader:
         finally:
             if self.options.release == "at_offload":
                 self.offload()
+
+
+# Of torch's wrapper that runs the hooks of a step; every wrapper shares it.
+_RUNS_HOOKS = Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
+def steps_that_run(optimizer: Optimizer) -> int:
+    """How many steps of the optimizer are being made, one inside of another; 0 where a compiler hides them."""
+    count, frame = 0, inspect.currentframe()
+    while frame is not None:
+        count += frame.f_code is _RUNS_HOOKS and frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return count
 
 
 class _CopiedOut:

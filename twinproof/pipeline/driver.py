@@ -20,11 +20,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from twinproof.engine import weakly
 from twinproof.errors import ConfigError, DistributedError, PipelineError, UnsupportedError, check_flags
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.optimizers import clear_gradients, trained_params
 from twinproof.pipeline.config import check_answer, check_losses, check_parts
-from twinproof.pipeline.queues import QueueView
 from twinproof.pipeline.sharding import made_for_training
 from twinproof.pipeline.stages import (
     Attachment,
@@ -43,8 +43,7 @@ from twinproof.pipeline.stages import (
     cut_off,
     without_graph,
 )
-from twinproof.pipeline.torchrec_models import TorchrecModels
-from twinproof.references import weakly
+from twinproof.pipeline.torchrec_models import QueueView, TorchrecModels
 
 __all__ = [
     "EvalPipelineFusedSparseDist",

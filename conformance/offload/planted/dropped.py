@@ -14,7 +14,7 @@ offloaders_hold_their_holder = patched(
 decorators_of_torch_hold_steps = patched(
     "A step is kept by torch's decorator, which holds itself.",
     mutated(
-        "twinproof.offload.steps:outside_of_graphs",
+        "twinproof.engine:outside_of_graphs",
         "functools.wraps(function)",
         "torch._disable_dynamo",
     ),
@@ -22,7 +22,7 @@ decorators_of_torch_hold_steps = patched(
 )
 steps_hold_their_optimizer = patched(
     "The step that stands on an optimizer holds it.",
-    mutated("twinproof.references:method_of", "weakly(method)", "lambda *given: method(*given)"),
+    mutated("twinproof.engine:method_of", "weakly(method)", "lambda *given: method(*given)"),
     kills="OPT-537",
 )
 
@@ -36,6 +36,6 @@ def optimizers_not_held(original: Any, offloader: Any, *args: Any, **options: An
 
 gone_optimizers_stepped = patched(
     "A step of an optimizer that has gone finds None in its place.",
-    mutated("twinproof.references:_there", "found is None", "False"),
+    mutated("twinproof.engine:_there", "found is None", "False"),
     kills="OPT-539",
 )

@@ -69,17 +69,17 @@ sites_in_wrappers = patched(
 )
 inserted_at_the_end = patched(
     "A batch that is inserted anywhere is appended.",
-    mutated("twinproof.pipeline.queues:QueueView.insert", " and index == len(self)", ""),
+    mutated("twinproof.pipeline.torchrec_models:QueueView.insert", " and index == len(self)", ""),
     kills="PIPE-572",
 )
 contexts_to_the_first = patched(
     "A context is the first batch's, which has one.",
-    mutated("twinproof.pipeline.queues:QueueView.insert", " if batch.given_context is None", ""),
+    mutated("twinproof.pipeline.torchrec_models:QueueView.insert", " if batch.given_context is None", ""),
     kills="PIPE-572",
 )
 contexts_replace_batches = patched(
     "A context in place of another takes its batch's place.",
-    mutated("twinproof.pipeline.queues:QueueView.__setitem__", "if self._is_batches:", "if True:"),
+    mutated("twinproof.pipeline.torchrec_models:QueueView.__setitem__", "if self._is_batches:", "if True:"),
     kills="PIPE-572",
 )
 second_calls_are_changed_ones = patched(

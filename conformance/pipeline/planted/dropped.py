@@ -15,7 +15,7 @@ def pipelines_copied(original: Any, pipeline: Any, protocol: Any) -> Any:
 
 views_hold_their_pipeline = patched(
     "What shows the batches in flight holds the pipeline that holds it.",
-    mutated("twinproof.pipeline.queues:QueueView.__init__", "weakly(make), weakly(replace)", "make, replace"),
+    mutated("twinproof.pipeline.torchrec_models:QueueView.__init__", "weakly(make), weakly(replace)", "make, replace"),
     kills="PIPE-673",
 )
 forwards_hold_their_module = patched(

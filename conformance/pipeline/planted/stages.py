@@ -69,7 +69,7 @@ def overrides_not_checked(original: Any, kind: Any) -> None:
     """Methods that nobody calls may be overridden."""
 
 
-@fault(kills="PIPE-306", at="twinproof.pipeline.queues:QueueView.__delitem__")
+@fault(kills="PIPE-306", at="twinproof.pipeline.torchrec_models:QueueView.__delitem__")
 def queues_apart(original: Any, view: Any, index: Any) -> None:
     """Removing a batch and its context removes two batches."""
     view._left.clear()
@@ -77,7 +77,7 @@ def queues_apart(original: Any, view: Any, index: Any) -> None:
         original(view, index)
 
 
-@fault(kills="PIPE-406", at="twinproof.pipeline.queues:QueueView._items")
+@fault(kills="PIPE-406", at="twinproof.pipeline.torchrec_models:QueueView._items")
 def next_in_its_place(original: Any, view: Any) -> Any:
     """Behind the removal of a batch, what stands in its context's place is the context of the next."""
     return list(view._queue)
@@ -85,7 +85,7 @@ def next_in_its_place(original: Any, view: Any) -> Any:
 
 left_by_reset = patched(
     "reset() keeps what was taken out of one queue only.",
-    mutated("twinproof.pipeline.queues:QueueView.clear", "left.clear()", "pass"),
+    mutated("twinproof.pipeline.torchrec_models:QueueView.clear", "left.clear()", "pass"),
     kills="PIPE-406",
 )
 
@@ -152,7 +152,7 @@ copies_lose_their_forward = patched(
 first_of_what_is_left = patched(
     "popleft takes what the other queue has lost for the first.",
     mutated(
-        "twinproof.pipeline.queues:QueueView.popleft",
+        "twinproof.pipeline.torchrec_models:QueueView.popleft",
         "found = self[0]",
         "if self._left:\n        return getattr(self._left.pop(0), self._attribute)\n    found = self[0]",
     ),
@@ -161,7 +161,7 @@ first_of_what_is_left = patched(
 what_is_left_first = patched(
     "What the other queue has lost stands in front, wherever it was.",
     mutated(
-        "twinproof.pipeline.queues:QueueView._items",
+        "twinproof.pipeline.torchrec_models:QueueView._items",
         "sorted([*self._left, *self._queue], key=lambda batch: batch.index)",
         "[*self._left, *self._queue]",
     ),
