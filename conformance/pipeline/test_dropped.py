@@ -272,7 +272,7 @@ class _Keeping(torch.nn.Module):
         self.running = self.running + 1.0
         losses, predictions = self.model(batch)
         self.last, self.seen = predictions, True
-        return losses, predictions * torch.ones(1)
+        return losses, predictions * torch.ones(1, device=self.steps.device)
 
 
 @requirement(
