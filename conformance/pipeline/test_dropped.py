@@ -45,8 +45,8 @@ def test_copied_pipelines(pipeline: Any, name: str) -> None:
         if is_copied:
             copied, plain = copy.deepcopy(schedule._model), schedule.detach()
             with succeeds("a forward", where="the copied model"):
-                predictions = copied(job.batch(0))[1]
-            assert_bits(predictions, plain(job.batch(0))[1], where="the copied model")
+                predictions = copied(job.there(job.batch(0)))[1]
+            assert_bits(predictions, plain(job.there(job.batch(0)))[1], where="the copied model")
     for step, (got, expected) in enumerate(zip(*outputs, strict=True)):
         assert_bits(got, expected, where=f"step {step}")
 

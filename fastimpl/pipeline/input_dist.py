@@ -217,14 +217,15 @@ class InputDist(Awaitable[Awaitable[list[Bags]]]):
         sent = [] if self._segments is None else [self._sent]
         return [self._rows().reshape(-1), *sent, *extras]
 
-    def _raise_first(self) -> None:
-        def fail() -> None:
-            if self._failure is not None:
-                raise self._failure
+    def _fail(self) -> None:
+        # No function inside of another: a frame holds what its function does, though its variables are cleared.
+        if self._failure is not None:
+            raise self._failure
 
+    def _raise_first(self) -> None:
         if self.layout.world_size == 1:
-            fail()
-        gathered(fail, self.group)
+            self._fail()
+        gathered(self._fail, self.group)
 
     def _taken(self, data: torch.Tensor, total: int) -> torch.Tensor:
         """What is sent of the data of all segments: ``total`` elements by receiving rank, then slot."""

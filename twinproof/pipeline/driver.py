@@ -422,9 +422,9 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         """
 
         def work() -> None:
-            for given in in_flight.dists.values():
+            for name in list(in_flight.dists):
                 with contextlib.suppress(Exception):
-                    given.wait().wait()
+                    in_flight.dists.pop(name).wait().wait()
 
         # Where it was sent: memory of one stream is read by no other on the way.
         self._stages.receive(work)
@@ -468,8 +468,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     def _receive(self, in_flight: BatchContext) -> None:
         """End the exchange of sizes, which starts that of ids."""
         in_flight.was_received = True
-        for name, given in in_flight.dists.items():
-            in_flight.inputs[name] = given.wait()
+        for name in in_flight.dists:  # What fails is in no variable of a frame that its exception has.
+            in_flight.inputs[name] = in_flight.dists[name].wait()
 
     def start_exchange(self, batch: BatchContext) -> None:
         """S, once."""
