@@ -537,7 +537,8 @@ class CheckpointManager:
             MissingCheckpointError: no complete checkpoint of ``step``, or nothing at ``initial_load_path``.
             ConfigError: no step; more than the model is asked of an HF checkpoint, or an HF checkpoint of one that is
                 not. PlanError: entries of a state for which it has no place, whose keys may be no text.
-            FormatError: a checkpoint of both formats. CheckpointException: torch's, with each rank's named error.
+            FormatError: a checkpoint of both formats. CheckpointException: torch's, with each rank's named error, as a
+                CorruptionError where chunks or files lack a part of what is asked for.
         """
         if type(step) is not int:
             raise ConfigError("not a step", got=step, expected=">= 0, or -1 for the newest", where="step")

@@ -10,6 +10,7 @@ import ast
 import copy
 import dataclasses
 import os
+import pickle
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,7 +39,7 @@ from torch.futures import Future
 
 from twinproof.checkpoint.catalog import read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
-from twinproof.checkpoint.plan import check_told, staged, with_memory
+from twinproof.checkpoint.plan import check_covered, check_told, staged, with_memory
 from twinproof.checkpoint.publish import (
     Staging,
     fsync_path,
@@ -49,6 +51,7 @@ from twinproof.checkpoint.publish import (
 )
 from twinproof.errors import (
     ConfigError,
+    CorruptionError,
     FormatError,
     MissingCheckpointError,
     PlanError,
@@ -230,6 +233,75 @@ class NativeStorageReader(FileSystemReader):
     def names(self) -> Collection[str]:
         """Of everything in the checkpoint."""
         return self.read_metadata().state_dict_metadata.keys()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Demand that the files have what is to be read, while no rank has changed a target.
+
+        Raises:
+            CorruptionError: chunks of which the metadata does not say where they are, files that are missing or too
+                short. Torch would fill targets until it comes there, and names no file that is too short.
+        """
+        lost = sorted({item.storage_index.fqn for item in plan.items if item.storage_index not in self.storage_data})
+        if lost:
+            raise CorruptionError(
+                "the metadata does not say where these are",
+                got=lost[:20],
+                expected="a file for each chunk",
+                where=os.path.join(self.path, NATIVE_METADATA_NAME),
+            )
+        ends: dict[str, int] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in sorted(ends.items()):
+            _check_reaches(os.path.join(self.path, name), end)
+        return plan
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill every target in place.
+
+        Raises:
+            CorruptionError: other bytes or shapes in a file than the metadata says; targets may then hold anything.
+        """
+        try:
+            return super().read_data(plan, planner)
+        except _OTHER_BYTES as error:
+            if type(error) is RuntimeError and "PytorchStreamReader" not in str(error):
+                raise
+            raise CorruptionError(
+                "a file has not what the metadata says of it",
+                got=f"{type(error).__name__}: {str(error)[:200]}",
+                where=os.fspath(self.path),
+            ) from error
+
+
+# What torch says, without a name, of bytes that are no tensor's, and of a tensor of another shape.
+_OTHER_BYTES = (EOFError, pickle.UnpicklingError, IndexError, AssertionError, RuntimeError)
+
+
+def _check_reaches(file: str, end_bytes: int) -> None:
+    try:
+        size_bytes = os.stat(file).st_size
+    except FileNotFoundError:
+        raise CorruptionError("the metadata names a file that is missing", got="no file", where=file) from None
+    if size_bytes < end_bytes:
+        raise CorruptionError(
+            "the file is too short for what the metadata says of it",
+            got=f"{size_bytes} bytes",
+            expected=f">= {end_bytes} bytes",
+            where=file,
+        )
+
+
+class _FillingPlanner(DefaultLoadPlanner):
+    """Torch's planner, which demands that the checkpoint has all of what is asked for; see ``check_covered``."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """As torch plans it."""
+        plan: LoadPlan = super().create_local_plan()
+        assert self.metadata is not None
+        check_covered(plan, self.state_dict, self.metadata.state_dict_metadata)
+        return plan
 
 
 # Model, optimizer and step together.
@@ -580,7 +652,8 @@ def load_training(
 
     Raises:
         MissingCheckpointError: nothing is there. FormatError: a checkpoint of HF's format, which holds the model alone.
-        CheckpointException: torch's, also where the checkpoint lacks a name.
+        CheckpointException: torch's, also where the checkpoint lacks a name; with a CorruptionError where chunks or
+            files lack a part of what is asked for.
     """
 
     def begun() -> tuple[list[torch.nn.Module], State]:
@@ -629,7 +702,7 @@ def load_native(
             common = set.intersection(*map(set, gather(rest, group)))
             lost = [name for name in rest if name in common]
             asked = together(lambda: with_places(asked, lost, reader.read_metadata()), group)
-        dcp.load(asked, storage_reader=reader, process_group=process_group)
+        dcp.load(asked, storage_reader=reader, planner=_FillingPlanner(), process_group=process_group)
         loaded = together(taken, group)
         together(lambda: give_back(state, loaded), group)
     except BaseException:

@@ -15,12 +15,12 @@ import math
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,15 +36,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
@@ -65,6 +65,7 @@ from twinproof.checkpoint.format import (
 from twinproof.checkpoint.publish import StagedFolder, from_first, gather_first
 from twinproof.errors import (
     ConfigError,
+    CorruptionError,
     DistributedError,
     MissingKeyError,
     PlanError,
@@ -89,6 +90,7 @@ __all__ = [
     "arrange",
     "assign_files",
     "check_count",
+    "check_covered",
     "check_item_count",
     "check_local_plan",
     "check_mapping",
@@ -276,7 +278,7 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
     Raises:
         ConfigError: ``strict`` together with ``allow_partial_load``.
         MissingKeyError: all missing names at once, with ``strict``.
-        PlanError: shapes that differ, all at once.
+        PlanError: shapes that differ, all at once. CorruptionError: targets of which the checkpoint lacks a part.
     """
 
     def __init__(
@@ -327,19 +329,88 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
         packed = {fqn for fqn, value in self.state_dict.items() if fqn in saved and self._shards.blocks(fqn, value)}
         plan = super().create_local_plan()
         plan.items = [item for item in plan.items if item.dest_index.fqn not in packed]
-        for fqn in sorted(packed):
-            plan.items += self._packed_items(fqn, saved[fqn])
+        chunks = {fqn: self._packed_chunks(fqn) for fqn in sorted(packed)}
+        for fqn, wanted in chunks.items():
+            plan.items += create_read_items_for_chunk_list(fqn, saved[fqn], wanted)
+        check_covered(plan, {**self.state_dict, **chunks}, saved)
         return plan
 
-    def _packed_items(self, fqn: str, saved: TensorStorageMetadata) -> list[ReadItem]:
+    def _packed_chunks(self, fqn: str) -> list[ChunkStorageMetadata]:
         blocks = self._shards.blocks(fqn, self.state_dict[fqn]).values()
-        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in blocks]
-        return create_read_items_for_chunk_list(fqn, saved, chunks)
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in blocks]
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local memory that a read item fills."""
         part = self._shards.part(index.fqn, self.state_dict[index.fqn], index.offset)
         return super().lookup_tensor(index) if part is None else part
+
+
+# Torch plans to read what the checkpoint has of a target, and leaves the rest of it as it was, without a word.
+
+
+def check_covered(plan: LoadPlan, targets: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Demand that what a rank is to read fills all of its targets. What nobody asks for may be missing.
+
+    Args:
+        plan: of one rank.
+        targets: name -> a tensor, or the chunks of it that are asked for.
+        saved: ``state_dict_metadata`` of the checkpoint.
+
+    Raises:
+        CorruptionError: the checkpoint has no values for some elements; all such names at once.
+    """
+    read: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
+    for item in plan.items:
+        if item.type is LoadItemType.TENSOR:
+            place = item.dest_index.fqn, tuple(item.dest_index.offset or ())
+            read.setdefault(place, set()).add(Box(tuple(item.dest_offsets), tuple(item.lengths)))
+    wrong = {}
+    for fqn, target in targets.items():
+        if isinstance(saved.get(fqn), TensorStorageMetadata):
+            chunks = _asked_chunks(target)
+            found = sum(_filled_count(chunk.sizes, read.get((fqn, tuple(chunk.offsets)), set())) for chunk in chunks)
+            wanted = sum(math.prod(chunk.sizes) for chunk in chunks)
+            if found < wanted:
+                wrong[fqn] = f"{found} of {wanted} elements"
+    if wrong:
+        raise CorruptionError(
+            "the chunks of the checkpoint leave elements of targets out",
+            got=dict(sorted(wrong.items())[:20]),
+            expected="each element in a chunk",
+            where=f"{len(wrong)} tensors" if len(wrong) > 1 else min(wrong),
+        )
+
+
+def _asked_chunks(target: Any) -> Sequence[ChunkStorageMetadata]:
+    if not isinstance(target, torch.Tensor):
+        return target if isinstance(target, list) else ()
+    # A rank outside the mesh asks for nothing.
+    if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
+        return ()
+    chunks: Sequence[ChunkStorageMetadata] = _create_chunk_list(target)
+    return chunks
+
+
+def _filled_count(sizes: Sequence[int], boxes: Collection[Box]) -> int:
+    """Elements of a rectangle that lie in one of these boxes inside it. Boxes may overlap: replicas do."""
+    if 0 in sizes:
+        return 0
+    try:
+        # Nearly always they tile it, which is fast to see.
+        check_tiling(sizes, list(boxes), CorruptionError, "")
+    except CorruptionError:
+        return _union(list(boxes), 0)
+    return math.prod(sizes)
+
+
+def _union(boxes: Sequence[Box], dim: int) -> int:
+    if not boxes or dim == len(boxes[0].sizes):
+        return len(boxes[:1])
+    edges = sorted({edge for box in boxes for edge in (box.offsets[dim], box.offsets[dim] + box.sizes[dim])})
+    return sum(
+        (high - low) * _union([b for b in boxes if b.offsets[dim] <= low < b.offsets[dim] + b.sizes[dim]], dim + 1)
+        for low, high in pairwise(edges)
+    )
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from twinproof import regime
+from twinproof.checkpoint.plan import check_covered
 from twinproof.checkpoint.publish import raise_first
 from twinproof.errors import (
     ConfigError,
@@ -394,18 +395,20 @@ class KVLoadPlanner(DefaultLoadPlanner):
     Raises:
         UnsupportedError: views of a moment, which nothing can be loaded into. PlanError: other numbers of rows or
             widths than the checkpoint's. MissingKeyError: names that the checkpoint lacks. CapacityError: views of more
-            ids than a table may hold.
+            ids than a table may hold. CorruptionError: the checkpoint lacks a part of what is asked for.
     """
 
     def create_local_plan(self) -> LoadPlan:
         """Read items for this rank's rows, and for everything else as torch plans it."""
         lazy = {fqn: value for fqn, value in self.state_dict.items() if isinstance(value, LazyRows)}
-        if not lazy:
-            return super().create_local_plan()
-        for value in lazy.values():
-            value.check_target()
         assert self.metadata is not None
         saved: dict[str, Any] = self.metadata.state_dict_metadata
+        if not lazy:
+            found_plan: LoadPlan = super().create_local_plan()
+            check_covered(found_plan, self.state_dict, saved)
+            return found_plan
+        for value in lazy.values():
+            value.check_target()
         missing = sorted(lazy.keys() - saved.keys())
         if missing and not self.allow_partial_load:
             raise MissingKeyError("names are not in the checkpoint", got=missing, where="state_dict")
@@ -416,6 +419,7 @@ class KVLoadPlanner(DefaultLoadPlanner):
             check_load_fits(store, table, ids.numel())
         for fqn, value in found.items():
             plan.items += _read_items(fqn, value, saved[fqn])
+        check_covered(plan, {**rest, **{fqn: value.global_chunks() for fqn, value in found.items()}}, saved)
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

@@ -51,7 +51,11 @@ given_back_alone = patched(
 )
 loaded_over_all_ranks = patched(
     "A training of some of the ranks is loaded over the group of all.",
-    mutated("twinproof.checkpoint.native:load_native", "reader, process_group=process_group)", "reader)"),
+    mutated(
+        "twinproof.checkpoint.native:load_native",
+        "_FillingPlanner(), process_group=process_group)",
+        "_FillingPlanner())",
+    ),
     kills="CKPT-876",
 )
 managed_over_all_ranks = patched(

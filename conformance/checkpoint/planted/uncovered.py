@@ -1,0 +1,75 @@
+"""Faults that ``test_uncovered`` must notice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from conformance.harness import mutated, patched, swap
+
+_PLAN, _NATIVE = "twinproof.checkpoint.plan", "twinproof.checkpoint.native"
+
+
+def _by_volume(sizes: Sequence[int], boxes: Collection[Any]) -> int:
+    return sum(math.prod(box.sizes) for box in boxes)
+
+
+gaps_are_left = patched(
+    "What the chunks of a checkpoint leave out stays in the targets as it was.",
+    mutated(f"{_PLAN}:check_covered", "if found < wanted:", "if False:"),
+    kills=("CKPT-877", "CKPT-881"),
+)
+gaps_by_volume = patched(
+    "Elements are counted as often as chunks have them.",
+    swap(f"{_PLAN}:_filled_count", _by_volume),
+    kills="CKPT-877",
+)
+gaps_by_parts_of_torch = patched(
+    "A native load plans as torch does.",
+    mutated(f"{_NATIVE}:load_native", "planner=_FillingPlanner(), ", ""),
+    kills=("CKPT-877", "CKPT-880", "CKPT-881"),
+)
+overlaps_are_gaps = patched(
+    "Chunks that overlap count as none.",
+    mutated(f"{_PLAN}:_filled_count", "return _union(list(boxes), 0)", "return 0"),
+    kills="CKPT-878",
+)
+all_is_asked = patched(
+    "A tensor must be whole in the checkpoint, whatever part of it is asked for.",
+    mutated(
+        f"{_PLAN}:check_covered",
+        "wanted = sum(math.prod(chunk.sizes) for chunk in chunks)",
+        "wanted = math.prod(saved[fqn].size)",
+    ),
+    kills="CKPT-878",
+)
+lost_places_pass = patched(
+    "Chunks that have no place in the files are found out by a bare error.",
+    mutated(f"{_NATIVE}:NativeStorageReader.prepare_local_plan", "if lost:", "if False:"),
+    kills="CKPT-879",
+)
+short_files_pass = patched(
+    "Files may be too short.",
+    mutated(f"{_NATIVE}:_check_reaches", "if size_bytes < end_bytes:", "if False:"),
+    kills="CKPT-879",
+)
+other_bytes_are_bare = patched(
+    "What torch says of other bytes stays without a name.",
+    swap(f"{_NATIVE}:_OTHER_BYTES", ()),
+    kills="CKPT-879",
+)
+rows_left_out_pass = patched(
+    "A planner of rows does not look whether the checkpoint has all of them.",
+    mutated("twinproof.kvstore.statedict:KVLoadPlanner.create_local_plan", "{**rest, **{fqn", "{**{fqn"),
+    kills="CKPT-880",
+)
+plain_ids_left_out_pass = patched(
+    "A planner of rows that is asked for their ids alone does not look whether the checkpoint has all of them.",
+    mutated(
+        "twinproof.kvstore.statedict:KVLoadPlanner.create_local_plan",
+        "check_covered(found_plan, self.state_dict, saved)",
+        "pass",
+    ),
+    kills="CKPT-880",
+)
