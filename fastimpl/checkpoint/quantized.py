@@ -40,19 +40,19 @@ def dequantize(piece: dcp.Piece, out: torch.Tensor) -> None:
         out.copy_(numbers.view(out.shape))
 
 
+# Of all readers: a lock of its own would keep a reader from being pickled, and it is held for four additions.
+_ADDING = threading.Lock()
+
+
 class _AddedRanges(ReadRanges):
     """As ``ReadRanges``, for the many small reads of one load: its figures are their sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
 
     def read(self, job: LoadJob) -> None:
         """Fill every target in place."""
         one = ReadRanges()
         one.choose_copies = self.choose_copies
         one.read(job)
-        with self._lock:
+        with _ADDING:
             self.stats.plan_s += one.stats.plan_s
             self.stats.read_s += one.stats.read_s
             self.stats.read_bytes += one.stats.read_bytes

@@ -61,6 +61,7 @@ from twinproof.errors import (
     CorruptionError,
     MissingCheckpointError,
     MissingKeyError,
+    UnsupportedError,
     check_flags,
     check_kind,
     sendable,
@@ -200,7 +201,7 @@ class CheckpointManager:
 
     Raises:
         ConfigError: an option, or a combination, that cannot be honoured or has no effect. DistributedError: another
-            rank refused one of its own.
+            rank refused one of its own. UnsupportedError: it is pickled or copied while it holds a group or threads.
     """
 
     _writer: ClassVar[Callable[..., Any]]
@@ -353,6 +354,27 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels by a pickle or a copy: of a manager that holds nothing, all.
+
+        Raises UnsupportedError: two would use one group, and one thread of retention, which the first close ends.
+        """
+        things = {
+            "a process group": self._group,
+            "a thread of retention": self._cleaner,
+            "a stager": self._own_stager,
+            "a save on its way": self._pending,
+        }
+        held = [what for what, thing in things.items() if thing is not None]
+        if held:
+            raise UnsupportedError(
+                "a manager can neither be pickled nor copied while it holds what cannot be shared",
+                got=", ".join(held),
+                expected="another manager, made of the same arguments where it is used; or this one, closed",
+                where=type(self).__name__,
+            )
+        return dict(self.__dict__)
 
     def close(self) -> None:
         """Wait for the save that is on its way, and give back group, threads and memory. Raises its failure."""
