@@ -42,6 +42,7 @@ from twinproof.checkpoint.format import (
     HeaderCache,
     as_bits,
     buffer_of,
+    check_put_aside,
     check_unchanged,
     dense_bytes,
     parse_json_object,
@@ -547,13 +548,15 @@ def read_catalog(path: str | os.PathLike[str]) -> Catalog:
         path: a folder, or one ``.safetensors`` file.
 
     Raises:
-        FileNotFoundError: nothing there.
+        FileNotFoundError: nothing there; MissingCheckpointError where its only copy is put aside.
         FormatError: a malformed header, index or sharding information.
         CorruptionError: files that contradict the index or each other, gaps, overlaps.
     """
     path, builder = Path(path), _Builder()
     cache: HeaderCache = {}
     is_folder = path.is_dir()
+    if not is_folder:
+        check_put_aside(path)
     index = read_index(path) if is_folder else None
     if index is None:
         for file in _list_files(path) if is_folder else [path]:

@@ -23,7 +23,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from twinproof.errors import ConfigError, CorruptionError, FormatError, NoDataError, UnstorableError, UnsupportedError
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    MissingCheckpointError,
+    NoDataError,
+    UnstorableError,
+    UnsupportedError,
+)
 
 __all__ = [
     "DTYPES",
@@ -38,8 +46,10 @@ __all__ = [
     "StrPath",
     "as_bits",
     "buffer_of",
+    "check_put_aside",
     "check_storable",
     "check_unchanged",
+    "copies_put_aside",
     "dense_bytes",
     "dtype_name",
     "file_name",
@@ -289,6 +299,32 @@ def local_path(path: str | os.PathLike[str], where: str = "path") -> Path:
             "only local paths are supported", got=text, expected="a folder of a mounted file system", where=where
         )
     return Path(text)
+
+
+def copies_put_aside(path: StrPath) -> list[Path]:
+    """Hidden copies of a checkpoint that is gone, the newest first; none while it is there.
+
+    Where a file system cannot exchange two folders, a save renames the old one before the new one: a crash in between.
+    """
+    place = Path(os.path.realpath(path))
+    if place.exists() or not place.parent.is_dir():
+        return []
+    hidden = re.compile(re.escape(f".{place.name}.previous-") + "[0-9a-f]{12}")
+    found = [place.parent / name for name in os.listdir(place.parent) if hidden.fullmatch(name)]
+    folders = [copy for copy in found if copy.is_dir() and not copy.is_symlink()]
+    return sorted(folders, key=lambda copy: copy.stat().st_mtime, reverse=True)
+
+
+def check_put_aside(path: StrPath) -> None:
+    """Say where the only copy of a checkpoint is, if it is put aside. Raises MissingCheckpointError."""
+    copies = copies_put_aside(path)
+    if copies:
+        raise MissingCheckpointError(
+            "the checkpoint is put aside: a crash cut a save short that was replacing it",
+            got=os.fspath(copies[0]),
+            expected="it, renamed back",
+            where=os.fspath(path),
+        )
 
 
 # Tensors as raw memory, without numpy: values move as bits, so every dtype and every NaN payload survives.

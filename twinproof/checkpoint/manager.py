@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from twinproof.checkpoint.dcp import HuggingFaceStorageReader
-from twinproof.checkpoint.format import StrPath, local_path
+from twinproof.checkpoint.format import StrPath, copies_put_aside, local_path
 from twinproof.checkpoint.groups import begin_exchange, end_exchange, end_group, exchanging, is_gone, own_group
 from twinproof.checkpoint.native import (
     CheckpointFormat,
@@ -54,6 +54,7 @@ from twinproof.checkpoint.publish import (
     rank_count_of,
     scatter,
     several_ranks,
+    storage_error,
     together,
 )
 from twinproof.errors import (
@@ -82,6 +83,7 @@ _Self = TypeVar("_Self", bound="CheckpointManager")
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 # As a manager writes it: ``step-07`` is none of its folders, and is not found again under the number 7.
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_PUT_ASIDE = re.compile(r"\.step-(0|[1-9][0-9]*)\.previous-[0-9a-f]{12}")
 _DELETED = re.compile(r"\.step-\d+\.deleting-[0-9a-f]{12}")
 _MODEL, _OPTIMIZER, _SCHEDULER = "model", "optimizer", "lr_scheduler"
 
@@ -549,6 +551,7 @@ class CheckpointManager:
     def load(self, step: int = -1) -> bool:
         """Restore the newest complete checkpoint of the folder, or the one of ``step``; else the initial one.
 
+        What a crash left put aside, as the only copy of a step, is shown in its place first, unless ``load_only``.
         Model, optimizers and states of ``folder`` are restored; of ``step-0``, and of an initial checkpoint unless
         ``initial_load_model_only`` is False, the model alone.
 
@@ -608,7 +611,17 @@ class CheckpointManager:
     def _find(self, step: int) -> tuple[Path, CheckpointFormat, bool] | None:
         """(path, format, model only) of what is to be loaded; None where there is nothing."""
         policy = self.policy
+        aside = _steps_put_aside(policy.folder)
+        if not policy.load_only:
+            _bring_back(policy.folder, aside)
         complete = complete_steps(policy.folder)
+        if policy.load_only and (step in aside or (aside and not complete)):
+            raise MissingCheckpointError(
+                "the checkpoint is put aside: a crash cut a save short that was replacing it",
+                got=sorted(map(os.fspath, aside.values())),
+                expected="it, renamed back; or a load of a manager that saves, which does so",
+                where=policy.folder,
+            )
         while True:
             chosen = max(complete, default=0) if step == -1 else step
             if chosen not in complete or self._cleaner is None or self._cleaner.hold(chosen):
@@ -790,6 +803,25 @@ def _discard(writer: Any) -> None:
     # An HF writer clears its own staging folder: its ranks agree on the failure before torch's do.
     if isinstance(writer, NativeStorageWriter):
         writer.discard()
+
+
+def _steps_put_aside(folder: Path) -> dict[int, Path]:
+    """Step -> the newest copy of its checkpoint, where that is put aside and nothing stands in its place."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    steps = {int(match[1]) for match in map(_PUT_ASIDE.fullmatch, names) if match is not None}
+    copies = {step: copies_put_aside(folder / f"step-{step}") for step in sorted(steps)}
+    return {step: found[0] for step, found in copies.items() if found}
+
+
+def _bring_back(folder: Path, aside: Mapping[int, Path]) -> None:
+    """Show what is put aside in its place again; no save of this folder is on its way. Raises StorageError."""
+    for step, copy_of_it in aside.items():
+        target = folder / f"step-{step}"
+        try:
+            os.rename(copy_of_it, target)
+        except OSError as error:
+            raise storage_error(error, f"renaming {copy_of_it.name} back", target) from error
+        logger.warning("%s is shown again: a crash had cut a save short that was replacing it", target)
 
 
 def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:

@@ -38,7 +38,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from twinproof.checkpoint.catalog import read_index
-from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, local_path
+from twinproof.checkpoint.format import (
+    INDEX_NAME,
+    NATIVE_METADATA_NAME,
+    SUFFIX,
+    StrPath,
+    check_put_aside,
+    local_path,
+)
 from twinproof.checkpoint.plan import check_covered, check_told, staged, with_memory
 from twinproof.checkpoint.publish import (
     Staging,
@@ -110,6 +117,7 @@ def detect_format(path: StrPath) -> CheckpointFormat:
             return CheckpointFormat.HF
         raise FormatError("not a checkpoint", got=place.name, expected="a folder or a .safetensors file", where=place)
     if not place.is_dir():
+        check_put_aside(place)
         raise MissingCheckpointError("no checkpoint is there", expected="a folder or a .safetensors file", where=place)
     return one_of(formats_in(place), place)
 
