@@ -80,10 +80,10 @@ def test_only_copies_are_named(
     assert_equal(TOLD in str(caught.error), False, where="no copy")
 
 
-def _manager(checkpoint: Any, folder: Path, value: float) -> Any:
+def _manager(checkpoint: Any, folder: Path, value: float, **options: Any) -> Any:
     model = torch.nn.Linear(2, 1)
     torch.nn.init.constant_(model.weight, value)
-    return checkpoint.CheckpointManager(folder, model=model, interval=1, durable=False), model
+    return checkpoint.CheckpointManager(folder, model=model, interval=1, durable=False, **options), model
 
 
 @requirement(
@@ -129,7 +129,7 @@ def _load_on_ranks(rank: Rank, folder: str) -> float:
 )
 def test_copies_of_steps(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     for value, step in ((1.0, 1), (2.0, 3), (3.0, 3)):
-        manager, _ = _manager(checkpoint, tmp_path / "run", value)
+        manager, _ = _manager(checkpoint, tmp_path / "run", value, keep_latest_k=0)
         with alone(), manager:
             manager.save(step)
         if step == 3:
@@ -149,3 +149,49 @@ def test_copies_of_steps(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> Non
         raises(StorageError, mentions=("renaming", hidden.name, "step-3"), where="no right to rename"),
     ):
         manager.load()
+
+
+def _leave(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name / "sub").mkdir(parents=True)
+        (folder / name / "sub" / "x").write_bytes(b"x")
+
+
+@requirement(
+    "CKPT-888",
+    "A manager with retention MUST delete behind its next save what killed saves of steps had left, and nothing else: "
+    "no only copy, link or name of others, and nothing that was made or has changed since the manager was made.",
+)
+def test_left_by_killed_saves(checkpoint: Any, tmp_path: Path) -> None:
+    folder, digits = tmp_path / "run", "0123456789ab"
+    manager, _ = _manager(checkpoint, folder, 1.0)
+    with alone(), manager:
+        manager.save(1)
+    gone = (f".step-2.saving-{digits}", f".step-1.saving-{digits}", f".step-1.previous-{digits}")
+    kept = (f".step-7.previous-{digits}", f".other.saving-{digits}", f".step-02.saving-{digits}", ".step-2.saving-0")
+    at_work, later = f".step-4.saving-{digits}", f".step-5.saving-{digits}"
+    _leave(folder, *gone, *kept, at_work, "elsewhere")
+    (folder / f".step-8.saving-{digits}").symlink_to("elsewhere")
+    (folder / f".step-9.saving-{digits}").write_bytes(b"")
+    before = sorted(path.name for path in folder.iterdir())
+    manager, _ = _manager(checkpoint, folder, 1.0, keep_latest_k=0)
+    with alone(), manager:
+        manager.save(2)
+    names = sorted(path.name for path in folder.iterdir())
+    assert_equal(names, sorted([*before, "step-2"]), where="a manager that keeps all")
+    manager, _ = _manager(checkpoint, folder, 1.0)
+    with alone(), manager:
+        os.utime(folder / at_work / "sub" / "x", (1000, 1 << 33))
+        _leave(folder, later)
+        manager.save(3)
+    names = sorted(path.name for path in folder.iterdir())
+    expected = sorted([*({*before} - {*gone}), later, "step-2", "step-3"])
+    assert_equal(names, expected, where="a manager that deletes old ones")
+    # What a step had replaced goes with it: it would be found as the only copy of the step.
+    _leave(folder, f".step-3.previous-{digits}")
+    manager, _ = _manager(checkpoint, folder, 1.0, keep_latest_k=1)
+    with alone(), manager:
+        manager.save(4)
+    names = sorted(path.name for path in folder.iterdir())
+    expected = sorted([*({*expected} - {at_work, later, "step-1", "step-2", "step-3"}), "step-4"])
+    assert_equal(names, expected, where="the one after it")

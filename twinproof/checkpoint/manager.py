@@ -51,6 +51,7 @@ from twinproof.checkpoint.native import (
 from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory
 from twinproof.checkpoint.publish import (
     all_or_none,
+    changed_s,
     rank_count_of,
     scatter,
     several_ranks,
@@ -84,6 +85,7 @@ ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 # As a manager writes it: ``step-07`` is none of its folders, and is not found again under the number 7.
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _PUT_ASIDE = re.compile(r"\.step-(0|[1-9][0-9]*)\.previous-[0-9a-f]{12}")
+_LEFT = re.compile(r"\.step-(0|[1-9][0-9]*)\.(saving|previous)-[0-9a-f]{12}")
 _DELETED = re.compile(r"\.step-\d+\.deleting-[0-9a-f]{12}")
 _MODEL, _OPTIMIZER, _SCHEDULER = "model", "optimizer", "lr_scheduler"
 
@@ -185,7 +187,8 @@ class CheckpointManager:
         initial_load_in_hf_quantized: it holds block-quantized weights.
         export_dtype: dtype of floating point tensors in a model-only last save; None keeps each.
         export_keep: ``fnmatch`` patterns of names that keep their dtype.
-        keep_latest_k: complete checkpoints to keep; 0 keeps all. The newest and the last saved are never deleted.
+        keep_latest_k: complete checkpoints to keep; 0 keeps all. The newest and the last saved are never deleted. What
+            killed saves of steps had left in ``folder`` before is deleted behind the first save, but for only copies.
         async_mode: ``disabled``; ``async``: ``save`` returns when states are copied; ``async_with_pinned_mem``: it
             returns at once, and ``maybe_wait_for_staging`` must come before the states change. Needs an accelerator.
         state_dict_adapter: see :class:`StateDictAdapter`; None leaves names and layouts as they are.
@@ -861,6 +864,9 @@ class _Cleaner:
     an earlier step finds later ones in its folder. So is one that is being saved, and may be seen at any moment: what
     was asked for after an earlier save may only be done now. One that is being loaded is kept until it has been.
 
+    With them goes what killed saves had left when this was made, unless something in it has changed since: its save is
+    at work. What is the only copy of a step stays.
+
     Attributes:
         saving_step: of the save that has begun; None when it has failed, or ``clean`` was asked for after it.
     """
@@ -874,6 +880,8 @@ class _Cleaner:
         self._hiding = threading.Lock()
         # May be put into by what interrupts ``get`` itself, as a collection of garbage that finds a manager.
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        # Later ones may be of saves of this manager.
+        self._left = {path: changed_s(path) for path in _left_by_saves(folder)}
         self._thread = threading.Thread(target=self._run, name="twinproof-retention", daemon=True)
         self._thread.start()
 
@@ -921,6 +929,8 @@ class _Cleaner:
                 logger.warning("old checkpoints in %s could not be looked at: %s", self.folder, error)
 
     def _clean(self) -> None:
+        # First: what a step replaced is no only copy of it as long as the step is there.
+        self._hide_left()
         older = sorted(complete_steps(self.folder))[: -self.keep]
         # Looked at in the order in which they change, so that a step is in one of them at every moment.
         kept = self.saving_step, self._saved_step
@@ -943,3 +953,24 @@ class _Cleaner:
                         shutil.rmtree(self.folder / name)
                 except OSError as error:
                     logger.warning("%s could not be deleted: %s", self.folder / name, error)
+
+    def _hide_left(self) -> None:
+        for path, seen_s in self._left.items():
+            name = path.name.partition(".saving-")[0].partition(".previous-")[0]
+            is_needed = ".previous-" in path.name and not (self.folder / name[1:]).exists()
+            if is_needed or not path.is_dir() or changed_s(path) != seen_s:
+                continue
+            try:
+                os.rename(path, self.folder / f"{name}.deleting-{uuid.uuid4().hex[:12]}")
+            except OSError as error:
+                logger.warning("%s could not be deleted: %s", path, error)
+        self._left = {}
+
+
+def _left_by_saves(folder: Path) -> list[Path]:
+    """Hidden folders of saves of steps, which are at work, or were killed. Links are never ours."""
+    try:
+        found = [folder / name for name in os.listdir(folder) if _LEFT.fullmatch(name)]
+    except OSError:
+        return []  # Nothing was saved yet; of a folder that cannot be read a save will say so.
+    return [path for path in found if path.is_dir() and not path.is_symlink()]

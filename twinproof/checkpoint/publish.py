@@ -42,6 +42,7 @@ __all__ = [
     "Staging",
     "all_or_none",
     "build_index",
+    "changed_s",
     "find_leftovers",
     "from_first",
     "fsync_path",
@@ -177,10 +178,14 @@ def find_leftovers(folder: Path, name: str | None = None) -> list[Leftover]:
             continue
         path = Path(entry.path)
         target = path.with_name(match[1]) if match[1] else path.parent
-        changed_s = max(map(_changed_s, _below(path)))
         is_needed = match[2] == "previous" and not target.exists()
-        found.append(Leftover(path, target, match[2], time.time() - changed_s, is_needed))
+        found.append(Leftover(path, target, match[2], time.time() - changed_s(path), is_needed))
     return found
+
+
+def changed_s(path: Path) -> float:
+    """When something in a folder was last changed, or the file was."""
+    return max(map(_changed_s, _below(path)))
 
 
 def _below(path: Path) -> Iterator[StrPath]:

@@ -46,3 +46,18 @@ steps_that_cannot_come_back_pass = patched(
     mutated(f"{_MANAGER}:_bring_back", "raise storage_error", "raise error; raise storage_error"),
     kills="CKPT-887",
 )
+left_by_killed_saves_stays = patched(
+    "What killed saves left fills the disk.",
+    swap(f"{_MANAGER}:_left_by_saves", lambda folder: []),
+    kills="CKPT-888",
+)
+saves_at_work_are_deleted = patched(
+    "What another save is still writing is deleted.",
+    mutated(f"{_MANAGER}:_Cleaner._hide_left", "or changed_s(path) != seen_s", ""),
+    kills="CKPT-888",
+)
+only_copies_are_deleted = patched(
+    "The only copy of a step is deleted as what a killed save left.",
+    mutated(f"{_MANAGER}:_Cleaner._hide_left", "is_needed or", ""),
+    kills="CKPT-888",
+)

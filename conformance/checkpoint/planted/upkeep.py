@@ -57,12 +57,12 @@ leftovers_not_named = patched(
 
 age_of_what_lies_in_the_folder = patched(
     "Of what interrupted saves left only the first level is looked at for its age.",
-    mutated("twinproof.checkpoint.publish:find_leftovers", "_below(path)", "(path, *path.glob('*'))"),
+    mutated("twinproof.checkpoint.publish:changed_s", "_below(path)", "(path, *path.glob('*'))"),
     kills="CKPT-536",
 )
 vanished_folders_raise = patched(
     "A folder that vanishes while its age is looked at is an error.",
-    mutated("twinproof.checkpoint.publish:find_leftovers", "_below(path)", "(path, *path.rglob('*'))"),
+    mutated("twinproof.checkpoint.publish:changed_s", "_below(path)", "(path, *path.rglob('*'))"),
     kills="CKPT-609",
 )
 rule_of_sizes_ignored = patched(
