@@ -42,8 +42,8 @@ def filled_at_a_guessed_moment(
     engine, changes = store._engine, store._engine.changes
 
     def changed(name: str, since: int) -> Any:
-        found, gone = changes(name, since)
-        return (found[~torch.isin(found, loaded)] if name == table and since >= guessed else found), gone
+        found, *rest = changes(name, since)
+        return (found[~torch.isin(found, loaded)] if name == table and since >= guessed else found), *rest
 
     engine.changes = changed
     return original(part_rows, store, saved, table, rows, weights_only, ahead)
