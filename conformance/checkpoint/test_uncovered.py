@@ -185,6 +185,21 @@ def _lost(metadata: Metadata) -> None:
         del metadata.storage_data[index]
 
 
+def _move_to_the_end(folder: Path, fqn: str) -> None:
+    """Have a tensor's bytes lie behind those of all others, in whatever order a load asks for them."""
+
+    def change(metadata: Metadata) -> None:
+        index = next(index for index in metadata.storage_data if index.fqn == fqn)
+        info = metadata.storage_data[index]
+        file = folder / info.relative_path
+        moved, end_bytes = file.read_bytes()[info.offset : info.offset + info.length], file.stat().st_size
+        with open(file, "ab") as appended:
+            appended.write(moved)
+        metadata.storage_data[index] = dataclasses.replace(info, offset=end_bytes)
+
+    _edit(folder, change)
+
+
 def _garbled(folder: Path, metadata: Metadata) -> None:
     # The last that is read: whatever stands there, targets have changed by then.
     info = next(info for index, info in metadata.storage_data.items() if index.fqn == "weight")
@@ -211,6 +226,14 @@ def test_files_of_chunks(checkpoint: Any, tmp_path: Path, way: str) -> None:
         os.truncate(file, length)
         mentions = ("too short", f"got: {length} bytes", f"expected: >= {size_bytes} bytes", f"where: {file}")
         _assert_refused(checkpoint, folder, way, mentions, f"{way}, {length} bytes")
+    for number, name in enumerate(("bias", "said.b", "weight")):
+        moved = _save(checkpoint, tmp_path / f"moved-{number}")
+        _move_to_the_end(moved, name)
+        last = next(moved.glob("*.distcp"))
+        length = last.stat().st_size - 1
+        os.truncate(last, length)
+        mentions = ("too short", f"got: {length} bytes", f"expected: >= {length + 1} bytes", f"where: {last}")
+        _assert_refused(checkpoint, moved, way, mentions, f"{way}, {name} at the end")
     file.unlink()
     _assert_refused(checkpoint, folder, way, ("is missing", f"where: {file}"), f"{way}, no file")
     folder = _save(checkpoint, tmp_path / "garbled")

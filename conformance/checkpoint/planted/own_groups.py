@@ -24,8 +24,8 @@ groups_are_ended_with_their_saves = patched(
     kills="CKPT-866",
 )
 broken_groups_are_used_again = patched(
-    "An exchange that ended early is forgotten.",
-    mutated(f"{_GROUPS}:_Made.end", "self.is_broken |= is_broken", "pass"),
+    "An exchange that ended early is forgotten behind one that succeeded.",
+    mutated(f"{_GROUPS}:_Made.end", "self.is_broken |= is_broken", "self.is_broken = is_broken"),
     kills="CKPT-867",
 )
 the_first_holder_lets_go = patched(

@@ -49,9 +49,13 @@ lost_places_pass = patched(
     mutated(f"{_NATIVE}:NativeStorageReader.prepare_local_plan", "if lost:", "if False:"),
     kills="CKPT-879",
 )
-short_files_pass = patched(
-    "Files may be too short.",
-    mutated(f"{_NATIVE}:_check_reaches", "if size_bytes < end_bytes:", "if False:"),
+the_last_that_is_asked_for_decides = patched(
+    "How long a file has to be is said by what is asked for last.",
+    mutated(
+        f"{_NATIVE}:NativeStorageReader.prepare_local_plan",
+        "max(ends.get(info.relative_path, 0), info.offset + info.length)",
+        "info.offset + info.length",
+    ),
     kills="CKPT-879",
 )
 other_bytes_are_bare = patched(
