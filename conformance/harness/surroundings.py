@@ -74,6 +74,17 @@ def _threads_of_ours() -> set[threading.Thread]:
 
 
 @contextmanager
+def without_collection() -> Iterator[None]:
+    """What is in a cycle stays, as it does on a device until a garbage collection happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
 def process_left_as_it_was() -> Iterator[None]:
     """Raise Mismatch where what runs inside leaves the process otherwise; the next one finds it as it was."""
     before, opened, running = process_state(), _open_files(), _threads_of_ours()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
+from conformance.harness.surroundings import without_collection
 from conformance.offload.cases import values
 from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError
@@ -26,17 +24,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "in chunks": {"chunk_bytes": 64},
     "in part": {"fraction": 0.5},
 }
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """What is in a cycle stays, as it does on a device until a garbage collection happens to run."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class _Job:
@@ -95,7 +82,7 @@ def _left(watched: dict[str, weakref.ref[Any]]) -> list[str]:
 def test_dropped_offloaders(offload: Any, variant: str) -> None:
     # What is imported in the first step of a process keeps frames in cycles of its own.
     _Job(offload, **VARIANTS[variant]).step()
-    with _without_collection():
+    with without_collection():
         for closes in (False, True):
             for schedules in (False, True):
                 job = _Job(offload, schedules=schedules, **VARIANTS[variant])

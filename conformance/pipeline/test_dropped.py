@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
+from conformance.harness.surroundings import without_collection
 from conformance.pipeline.cases import EVALUATION, TRAINING, LoaderError, with_bad_id
 from conformance.pipeline.jobs import Job, outputs_of
 from conformance.pipeline.model import assert_bits
@@ -49,17 +49,6 @@ def test_copied_pipelines(pipeline: Any, name: str) -> None:
             assert_bits(predictions, plain(job.there(job.batch(0)))[1], where="the copied model")
     for step, (got, expected) in enumerate(zip(*outputs, strict=True)):
         assert_bits(got, expected, where=f"step {step}")
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """What is in a cycle stays, as it does on a device until a garbage collection happens to run."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class _Watch:
@@ -128,7 +117,7 @@ WAYS: tuple[Callable[[Job, Any, Iterator[Any]], None], ...] = (_driven, _detache
 def test_dropped_pipelines(pipeline: Any, kvstore: Any, name: str) -> None:
     _warm(pipeline, name)
     for way in WAYS:
-        with _without_collection():
+        with without_collection():
             for options in ({"kvstore": kvstore}, {"processed": True, "kinds": ("table_wise", "column_wise")}):
                 job, watch = Job(pipeline, 19, **options), _Watch()
                 batches = job.batches(6)
@@ -220,7 +209,7 @@ def _failed(job: Job, schedule: Any, what: str) -> None:
 def test_forgotten_exceptions(pipeline: Any, name: str) -> None:
     _warm(pipeline, name)
     for what in ("loader", "forward", "bad id", "untraceable"):
-        with _without_collection():
+        with without_collection():
             job, watch = Job(pipeline, 23), _Watch()
             schedule = job.schedule(name)
             _failed(job, schedule, what)
@@ -239,7 +228,7 @@ def test_forgotten_exceptions(pipeline: Any, name: str) -> None:
 @pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
 def test_models_that_were_replaced(pipeline: Any, name: str) -> None:
     _warm(pipeline, name)
-    with _without_collection():
+    with without_collection():
         job, other, watch = Job(pipeline, 25), Job(pipeline, 25), _Watch()
         schedule, loader = job.schedule(name), iter(job.batches(6))
         schedule.progress(loader)

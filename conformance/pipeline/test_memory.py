@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, assert_le, requirement
+from conformance.harness.surroundings import without_collection
 from conformance.pipeline.batches import values_of
 from conformance.pipeline.cases import EVALUATION, TRAINING, Breaking, LoaderError
 from conformance.pipeline.every_module import EVERY, batch_of, looked_up
@@ -127,17 +127,6 @@ def test_released(pipeline: Any) -> None:
         assert_equal([reference() is not None for reference in seen], [False] * 6, where=f"{name} batches at the end")
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """What is in a cycle stays, as it does on a device until a garbage collection happens to run."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def _young() -> int:
     """Tensors that have come since, garbage among them."""
     return sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects(generation=0))
@@ -150,7 +139,7 @@ def _young() -> int:
 )
 def test_reset_leaves_nothing(pipeline: Any, kvstore: Any) -> None:
     for name in (*TRAINING, *EVALUATION):
-        with _without_collection():
+        with without_collection():
             job = Job(pipeline, 13, kinds=("table_wise",), kvstore=kvstore)
             schedule = job.schedule(name)
             outputs_of(schedule, iter(job.batches(4)))
@@ -169,7 +158,7 @@ def test_reset_leaves_nothing(pipeline: Any, kvstore: Any) -> None:
 def _growth(work: Callable[[], Any]) -> int:
     """How many tensors are more after the work was done six times than after three, garbage among them."""
     found = []
-    with _without_collection():
+    with without_collection():
         for _ in range(6):
             work()
             found.append(_young())
