@@ -40,6 +40,8 @@ _NOTED = '''"""Notes what is true and what is reached, by process: see ci/condit
 import operator
 import os
 
+# As they are now: tests put others in their place, which fail.
+_open, _write, _close = os.open, os.write, os.close
 _FOLDER = {folder!r}
 _SIGNS = {{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}}
 _PLAIN = (bool, type(None), int, str, list, dict, tuple, set, frozenset, float)
@@ -54,11 +56,11 @@ def note(what):
         return
     _known.add(what)
     # Nothing stays open: a process may be killed, and tests count descriptors.
-    file = os.open(f"{{_FOLDER}}/{{_process}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    file = _open(f"{{_FOLDER}}/{{_process}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(file, f"{{what}}\\n".encode())
+        _write(file, f"{{what}}\\n".encode())
     finally:
-        os.close(file)
+        _close(file)
 
 
 def operand(number, value):

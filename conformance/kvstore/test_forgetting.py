@@ -108,7 +108,8 @@ def test_bounded_memory(kvstore: Any) -> None:
 @requirement(
     "KV-442",
     "A snapshot MUST tell what it told before the store forgot, and one that is taken afterwards refuse what the store "
-    "refuses; what is forgotten while a save of it is under way MUST be refused, not saved as a delta without a base.",
+    "refuses; what is forgotten while a save of it is under way MUST be refused, not saved as a delta without a base, "
+    "and a whole save of it leaves no name.",
 )
 def test_forgotten_beside_snapshots(kvstore: Any, tmp_path: Path) -> None:
     store = filled(kvstore, range(8), track_changes=True)
@@ -151,6 +152,12 @@ def test_forgotten_beside_snapshots(kvstore: Any, tmp_path: Path) -> None:
         save(kvstore, other, tmp_path / "delta", since=mark)
     assert_equal((tmp_path / "delta").exists(), False, where="nothing was saved")
     assert_equal(other.stats().snapshot_count, 0, where="moments that are left")
+    known = other.fingerprints.mark_count
+    late = save(kvstore, other, tmp_path / "whole").mark
+    assert_equal(other.fingerprints.mark_count, known, where="names of a moment that was forgotten while it was saved")
+    other.behind = None
+    with raises(ConfigError, mentions=("forget", f"got: {late}"), where="changes since a moment that was forgotten"):
+        save(kvstore, other, tmp_path / "delta", since=late)
 
 
 @requirement(

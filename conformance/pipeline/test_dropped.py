@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -17,7 +19,7 @@ from conformance.harness.surroundings import without_collection
 from conformance.pipeline.cases import EVALUATION, TRAINING, LoaderError, with_bad_id
 from conformance.pipeline.jobs import Job, outputs_of
 from conformance.pipeline.model import assert_bits
-from twinproof.errors import UnsupportedError
+from twinproof.errors import PipelineError, UnsupportedError
 
 
 @requirement(
@@ -164,6 +166,24 @@ def test_models_of_dropped_pipelines(pipeline: Any, name: str) -> None:
         second.progress(iter(job.batches(3)))
 
 
+@requirement(
+    "PIPE-679",
+    "A forward that was taken from a driven module and outlives it MUST refuse to be called and pickled, by name.",
+)
+@pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
+def test_forwards_that_outlive_their_module(pipeline: Any, name: str) -> None:
+    job = Job(pipeline, 29)
+    schedule, loader = job.schedule(name), iter(job.batches(3))
+    schedule.progress(loader)
+    forward, batch = job.collections[1].forward, job.batch(0)
+    schedule.detach()
+    del job, schedule, loader
+    gc.collect()
+    for what, act in {"called": partial(forward, batch), "pickled": partial(pickle.dumps, forward)}.items():
+        with raises(PipelineError, mentions=("has gone", "expected: a module", "where: "), where=f"{name}: {what}"):
+            act()
+
+
 class _Last(torch.nn.Module):
     """What can be told to raise, behind all lookups."""
 
@@ -288,3 +308,34 @@ def test_traces_leave_nothing(pipeline: Any, name: str) -> None:
         found = model.count, float(model.steps), float(model.running), isinstance(model.last, torch.Tensor)
         assert_equal(found, (step, float(step), float(step), True), where=f"step {step}")
     assert_equal(set(vars(model)) - set(attributes), {"seen"}, where="attributes that came")
+
+
+@requirement(
+    "PIPE-680",
+    "Traces of a model MUST leave its buffers as they were that are made in inference mode, too, by the user or by a "
+    "forward there; it goes on in either mode.",
+)
+@pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
+def test_buffers_of_inference_mode(pipeline: Any, name: str) -> None:
+    job = Job(pipeline, 31)
+    model = _Keeping(job.model).to(job.device)
+    job.model = cast("Any", model)
+    with torch.inference_mode():
+        model.running = torch.zeros_like(model.running)
+    loader = iter(job.batches(9))
+    with succeeds("progress", where="a buffer of inference mode"):
+        schedule = job.schedule(name)
+        schedule.progress(loader)
+    assert_equal(float(model.running), 1.0, where="a buffer of inference mode, behind a step")
+    # Torch detaches no tensor of a subclass, as the pretend device's are, that was made in inference mode.
+    if name not in EVALUATION or job.device.type == "pretend":
+        return
+    with torch.inference_mode():
+        model.steps = torch.zeros_like(model.steps)
+        for step in range(1, 5):
+            # Each mode is traced again; in inference mode a trace writes what was made there.
+            model.train(step % 2 == 0)
+            schedule.attach(model)
+            schedule.progress(loader)
+            found = float(model.steps), float(model.running)
+            assert_equal(found, (float(step), step + 1.0), where=f"step {step} in inference mode")

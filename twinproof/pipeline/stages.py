@@ -324,8 +324,9 @@ def _left_as_they_were(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     Attributes that torch adds for constants, too: each trace would leave some.
     """
     before = [(module, [dict(each) for each in _named_things(module)]) for module in modules]
-    held = [buffer for module in modules for buffer in module.buffers(recurse=False) if not buffer.is_inference()]
-    written = [(buffer, buffer._version, buffer.detach().clone()) for buffer in held]
+    held = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    with torch.no_grad():
+        written = [(buffer, _version_of(buffer), buffer.clone()) for buffer in held]
     try:
         yield
     finally:
@@ -334,10 +335,16 @@ def _left_as_they_were(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
                 for name in now.keys() - then.keys():
                     del now[name]
                 now.update(then)
-        with torch.no_grad():
-            for buffer, version, value in written:
-                if buffer._version != version:
+        for buffer, version, value in written:
+            if version is None or buffer._version != version:
+                # What was made in inference mode is written there alone, and other tensors are counted outside.
+                with torch.inference_mode() if version is None else torch.no_grad():
                     buffer.copy_(value)
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    """What torch counts of writes; None of a tensor that was made in inference mode, where it counts none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _named_things(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -367,10 +374,11 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
     try:
         # A forward that draws by itself draws in a trace, too.
         with torch.random.fork_rng(devices), _left_as_they_were(looked_into):
-            graph = tracer.trace(inner)
-    except Exception as error:
-        graph, failure = tracer.graph, untraceable(inner, error)
-        failure.__cause__ = error
+            try:
+                graph = tracer.trace(inner)
+            except Exception as error:
+                graph, failure = tracer.graph, untraceable(inner, error)
+                failure.__cause__ = error
     finally:
         # A function of torch's that calls itself keeps the tracer, and with it the model, until a garbage collection.
         tracer.root, tracer.tensor_attrs, tracer.submodule_paths = torch.nn.Module(), {}, None

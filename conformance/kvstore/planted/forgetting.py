@@ -64,6 +64,11 @@ saved_without_a_base = patched(
     mutated("twinproof.kvstore.deltas:summary_of", "check_remembered(since, store.fingerprints.first_mark)", "pass"),
     kills="KV-442",
 )
+names_of_forgotten_moments = patched(
+    "A moment that was forgotten while it was saved gets a name that is never given back.",
+    mutated("twinproof.kvstore.deltas:Fingerprints.note", "mark < self.first_mark", "False"),
+    kills="KV-442",
+)
 names_go_before_the_check = patched(
     "A call that is refused leaves a store that knows no names of older marks.",
     mutated(

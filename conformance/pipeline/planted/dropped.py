@@ -68,3 +68,18 @@ traces_count = patched(
     mutated("twinproof.pipeline.stages:_left_as_they_were", "now.update(then)", "pass"),
     kills="PIPE-678",
 )
+dead_forwards_are_called = patched(
+    "A forward whose module has gone is looked for on nothing.",
+    mutated("twinproof.pipeline.stages:Prepared._driven", "module is None", "False"),
+    kills="PIPE-679",
+)
+buffers_of_inference_mode_are_written = patched(
+    "What a trace writes in a buffer that was made in inference mode stays there.",
+    mutated("twinproof.pipeline.stages:_left_as_they_were", "if version is None or", "if version is not None and"),
+    kills="PIPE-680",
+)
+versions_of_inference_tensors = patched(
+    "Torch is asked how often a tensor of inference mode was written, which it does not count.",
+    mutated("twinproof.pipeline.stages:_version_of", "None if tensor.is_inference() else ", ""),
+    kills="PIPE-680",
+)
