@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from twinproof.checkpoint.catalog import read_index
@@ -709,7 +710,7 @@ def load_native(
             # What another rank asks for is its own: states may be in parts.
             common = set.intersection(*map(set, gather(rest, group)))
             lost = [name for name in rest if name in common]
-            asked = together(lambda: with_places(asked, lost, reader.read_metadata()), group)
+            asked = together(lambda: with_places(asked, lost, reader.read_metadata(), state), group)
         dcp.load(asked, storage_reader=reader, planner=_FillingPlanner(), process_group=process_group)
         loaded = together(taken, group)
         together(lambda: give_back(state, loaded), group)
@@ -839,24 +840,47 @@ def not_asked(asked: State, names: Collection[str], metadata: Metadata) -> list[
     return [fqn for fqn, path in paths.items() if path[0] in names and len(path) > 1 and not is_asked(fqn)]
 
 
-def with_places(asked: State, fqns: Collection[str], metadata: Metadata) -> State:
-    """The same targets, with places for these names of the checkpoint.
+def with_places(asked: State, fqns: Collection[str], metadata: Metadata, owners: State) -> State:
+    """The same targets, with places for these names of the checkpoint; ``owners``: the objects that said the targets.
 
     Raises:
-        PlanError: keys that may have been no text when they were saved, where the checkpoint does not say so.
+        PlanError: keys that may have been no text when they were saved, where the checkpoint does not say so; a state
+            of a sharded parameter that is sharded otherwise.
     """
     tree: dict[Any, Any] = {}
     for fqn in fqns:
-        *before, last = metadata.planner_data[fqn]
-        node, saved = tree, metadata.state_dict_metadata[fqn]
+        path, saved, node = metadata.planner_data[fqn], metadata.state_dict_metadata[fqn], tree
+        *before, last = path
         for key in before:
             node = node.setdefault(key, {})
         memory = None
         if isinstance(saved, TensorStorageMetadata):
-            memory = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            memory = _memory_for(saved, _param_at(owners[path[0]], path), fqn)
         node[last] = _Place(memory)
     said = {name.removeprefix(_NO_TEXT) for name in metadata.state_dict_metadata if name.startswith(_NO_TEXT)}
     return {**asked, **{name: _placed_in(asked[name], below, name, said) for name, below in tree.items()}}
+
+
+def _param_at(owner: Any, path: Sequence[Any]) -> torch.Tensor | None:
+    """Whose state lies there, of an optimizer among the states, which counts its parameters; None elsewhere."""
+    if not isinstance(owner, torch.optim.Optimizer) or len(path) < 4 or path[1] != "state":
+        return None
+    return next((param for number, param in enumerate(_params([owner])) if str(number) == str(path[2])), None)
+
+
+def _memory_for(saved: TensorStorageMetadata, param: torch.Tensor | None, fqn: str) -> torch.Tensor:
+    """What a tensor of the checkpoint is read into: a state of a DTensor is sharded as it is, all else comes whole."""
+    if isinstance(param, DTensor):
+        if param.shape == saved.size:
+            return torch.empty_like(param.detach(), dtype=saved.properties.dtype)
+        if len(saved.chunks) > 1:
+            raise PlanError(
+                "a state is sharded otherwise than its parameter, and the optimizer does not have it yet",
+                got=f"{fqn}, {tuple(saved.size)}",
+                expected=f"{tuple(param.shape)}, or an optimizer that has stepped before the load",
+                where="states",
+            )
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 
 
 def _placed_in(value: Any, tree: Any, path: str, said: Container[str]) -> Any:

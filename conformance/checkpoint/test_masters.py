@@ -1,0 +1,150 @@
+"""Sharded models in half precision whose masters and optimizer stand among the states, in a process that is new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from conformance.checkpoint.cases import mesh_of
+from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
+from twinproof.errors import PlanError
+
+
+class _Masters:
+    """Master weights in their order, as a trainer keeps them among its states."""
+
+    def __init__(self, masters: Any) -> None:
+        self.masters = masters
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masters": [master.detach() for master in self.masters.parameters()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.masters.load(state_dict["masters"])
+
+
+class _Run:
+    """A model in bfloat16 of shards, masters, and AdamW, offloaded to steps on the CPU or not."""
+
+    def __init__(self, rank: Rank, *, is_offloaded: bool) -> None:
+        offload = rank.component("offload")
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Linear(7, 5)).to(torch.bfloat16)
+        fully_shard(self.model, mesh=mesh_of(rank))
+        self.masters = offload.MasterWeights(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=0.01)
+        self.offloader = None
+        if is_offloaded:
+            options = {"step_device": "cpu", "master_weights": self.masters}
+            self.offloader = offload.OptimizerStateOffloader(self.optimizer, **options)
+        else:
+            self.masters.attach(self.optimizer)
+
+    def manager(self, checkpoint: Any, folder: Path, **states: Any) -> Any:
+        """A manager of all of it."""
+        states = {"adam": self.optimizer, "masters": _Masters(self.masters), **states}
+        return checkpoint.CheckpointManager(folder, model=self.model, states=states, interval=1, durable=False)
+
+    def step(self, *numbers: int) -> None:
+        """Steps of these numbers."""
+        for number in numbers:
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
+            torch.autograd.backward(self.model(batch).float().square().sum())
+            self.optimizer.step()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Whole copies of parameters, masters and states."""
+        found: dict[str, Any] = dict(self.model.named_parameters())
+        for number, master in enumerate(self.masters.parameters()):
+            found[f"master {number}"] = master
+            for name, state in self.optimizer.state_dict()["state"].get(number, {}).items():
+                found[f"{name} of {number}"] = state
+        return {name: _whole(value) for name, value in found.items()}
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    # Of one rank the whole of a tensor is its own memory.
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+def _resumed(rank: Rank, folder: str) -> None:
+    checkpoint = rank.component("checkpoint")
+    for is_offloaded in (False, True):
+        where, path = f"offloaded: {is_offloaded}", Path(folder) / f"{is_offloaded}"
+        run = _Run(rank, is_offloaded=is_offloaded)
+        run.step(1, 2)
+        with run.manager(checkpoint, path) as manager:
+            manager.save(2)
+        saved = run.values()
+        torch.save(saved, f"{path}-{rank.rank}.pt")
+        run.step(3)
+        fresh = _Run(rank, is_offloaded=is_offloaded)
+        with succeeds("a load and a step", where=where), fresh.manager(checkpoint, path) as manager:
+            manager.load()
+            found = fresh.values()
+            fresh.step(3)
+        assert_same_tensors(found, saved, where=f"{where}: what was saved")
+        assert_same_tensors(fresh.values(), run.values(), where=f"{where}: a step behind it")
+
+
+def _resumed_elsewhere(rank: Rank, folder: str) -> None:
+    checkpoint = rank.component("checkpoint")
+    for is_offloaded in (False, True):
+        where, path = f"offloaded: {is_offloaded}, of {rank.world_size}", Path(folder) / f"{is_offloaded}"
+        fresh = _Run(rank, is_offloaded=is_offloaded)
+        with succeeds("a load and a step", where=where), fresh.manager(checkpoint, path) as manager:
+            manager.load()
+            found = fresh.values()
+            fresh.step(3)
+        assert_same_tensors(found, torch.load(f"{path}-0.pt"), where=f"{where}: what was saved")
+
+
+@requirement(
+    "CKPT-890",
+    "An optimizer among the states whose parameters are sharded, as masters of FSDP2's, MUST get its states back in a "
+    "process that is new, sharded as they are, on any number of ranks: the run goes on bit for bit, offloaded too.",
+)
+def test_masters_of_shards(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_resumed, 2, str(tmp_path))
+    for count in (1, 3):
+        rank_pool.run(_resumed_elsewhere, count, str(tmp_path))
+
+
+class _Folded(torch.optim.SGD):
+    """One whose states are sharded, and of another shape than their parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Keeps each row twice."""
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["folded"] = torch.cat([param.detach(), param.detach()], 1)
+        return None
+
+
+def _refused(rank: Rank, folder: str) -> None:
+    checkpoint = rank.component("checkpoint")
+    run, fresh = (_Run(rank, is_offloaded=False) for _ in range(2))
+    folded, other = (_Folded([each.model.get_parameter("0.weight")], lr=0.1) for each in (run, fresh))
+    folded.step()
+    with run.manager(checkpoint, Path(folder), folded=folded) as manager:
+        manager.save(1)
+    before = fresh.values()
+    mentions = ("sharded otherwise", "got: folded.state.0.folded, (7, 12)", "expected: (7, 6)", "where: states")
+    with (
+        fresh.manager(checkpoint, Path(folder), folded=other) as manager,
+        raises(PlanError, mentions=mentions, where="a state of another shape"),
+    ):
+        manager.load()
+    assert_same_tensors(fresh.values(), before, where="what a refused load leaves")
+    assert_equal(len(other.state), 0, where="states behind a load that was refused")
+
+
+@requirement(
+    "CKPT-891",
+    "A state of such an optimizer that is sharded and has another shape than its parameter MUST be refused by name "
+    "where the optimizer does not have it yet, before anything is loaded.",
+)
+def test_states_of_other_shapes(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_refused, 2, str(tmp_path))
