@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from refimpl.optimizers import reduce_duplicates, row_sum, update
-from twinproof.errors import ConfigError, DistributedError, sendable
+from twinproof.errors import ConfigError
+from twinproof.kvstore.statedict import gathered
 from twinproof.optimizers import Hyper
 from twinproof.pipeline import driver, modules, sharded
 from twinproof.pipeline.batches import (
@@ -200,21 +200,8 @@ class ToldEverything:
         self.layout = layout
 
     def _of_all_ranks(self, make: Callable[[], Any]) -> list[Any]:
-        """``make()`` of every rank, by rank; the first rank's error is raised on all of them."""
-        if self.layout.world_size == 1:
-            return [make()]
-        value, failure = None, None
-        try:
-            value = make()
-        except Exception as error:
-            failure = error
-        told: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(told, (value, sendable(failure)), group=self.layout.process_group)
-        for rank, (_, failed) in enumerate(told):
-            if failed is not None:
-                got = f"{type(failed).__name__}: {failed}"
-                raise DistributedError("another rank failed", got=got, where=f"rank {rank}") from failed
-        return [found for found, _ in told]
+        """``make()`` of every rank, by rank; a rank raises its own error, or DistributedError for another's."""
+        return gathered(make, self.layout.process_group)
 
     def input_dist(self, ctx: ShardedContext, select: Callable[[], Bags]) -> Awaitable[Awaitable[list[Bags]]]:
         """The bags of all ranks, of which each lookup takes its own."""

@@ -23,7 +23,7 @@ from conformance.pipeline.sharding import (
     train,
 )
 from refimpl.optimizers import Hyper, row_sum
-from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError
+from twinproof.errors import ConfigError, DistributedError, IdRangeError, MissingKeyError, ShapeError
 
 
 def _one_bad_rank(rank: Rank) -> None:
@@ -77,9 +77,12 @@ def _one_refused(rank: Rank) -> None:
         )
         for number, (what, (error, names, ids, sizes)) in enumerate(wrong.items()):
             bad = pipeline.KeyedJaggedTensor(names, ids, lengths=sizes)
-            mine = placed(pipeline, bad if rank.rank == number % rank.world_size else right)
-            with raises(error, where=f"{plan}, {what} of one rank"):
+            is_mine = rank.rank == number % rank.world_size
+            mine = placed(pipeline, bad if is_mine else right)
+            with raises(error, where=f"{plan}, {what} of one rank") as caught:
                 sharded(mine)
+            expected_class = error if is_mine else DistributedError
+            assert_equal(type(caught.outer), expected_class, where=f"{plan}, {what} of one rank: what is raised")
             with succeeds("the next batch", where=f"{plan}, behind {what}"):
                 found, expected = (each(placed(pipeline, right)).values().detach() for each in (sharded, other))
             assert_bits(found, expected, f"{plan}, behind {what}")
@@ -88,7 +91,8 @@ def _one_refused(rank: Rank) -> None:
 @requirement(
     "PIPE-551",
     "What one rank's batch is refused for, an id, a feature, its ids or its lengths, MUST be raised on every rank at "
-    "once, whichever ways of sharding its tables have beside each other; the next batch MUST be looked up.",
+    "once, there as it is and elsewhere as the cause of a DistributedError, whichever ways of sharding its tables have "
+    "beside each other; the next batch MUST be looked up.",
 )
 def test_one_refused(rank_pool: Any) -> None:
     rank_pool.run(_one_refused, 2)

@@ -187,8 +187,9 @@ def _told_outside(rank: Rank, kinds: tuple[str, ...], bad: int, check: str, *, i
         place = device.device if is_there else torch.device("cpu")
         module.to(place)
         before = {name: value.detach().clone() for name, value in sharded_tensors(module).items()}
-        given = (wrong if rank.rank == rank.world_size - 1 else good).to(place)
-        expected = ConfigError if rank.world_size == 1 else DistributedError
+        is_mine = rank.rank == rank.world_size - 1
+        given = (wrong if is_mine else good).to(place)
+        expected = ConfigError if is_mine else DistributedError
         with raises(expected, where=where, mentions=("outside all buckets", str(bad))) as raised:
             module.input_dist(module.create_context(), given).wait()
         assert_equal([store.size(table) for table in store.tables], [0, 0], where=f"{where}: rows")
@@ -201,7 +202,7 @@ def _told_outside(rank: Rank, kinds: tuple[str, ...], bad: int, check: str, *, i
 @requirement(
     "PIPE-387",
     'Ids that "chunk" puts outside all buckets MUST be told on a device as on the host, whatever the check of other '
-    "ids: the same words on every rank, at the first wait of the exchange; nothing is stepped, and the next batch "
+    "ids: in the same words on every rank, at the first wait of the exchange; nothing is stepped, and the next batch "
     "runs.",
     needs=NEEDS,
 )

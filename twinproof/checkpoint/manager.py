@@ -52,6 +52,7 @@ from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dt
 from twinproof.checkpoint.publish import (
     all_or_none,
     changed_s,
+    named_errors,
     rank_count_of,
     scatter,
     several_ranks,
@@ -810,7 +811,8 @@ def _discard(writer: Any) -> None:
 
 def _steps_put_aside(folder: Path) -> dict[int, Path]:
     """Step -> the newest copy of its checkpoint, where that is put aside and nothing stands in its place."""
-    names = os.listdir(folder) if folder.is_dir() else []
+    with named_errors("looking for steps", folder):
+        names = os.listdir(folder) if folder.is_dir() else []
     steps = {int(match[1]) for match in map(_PUT_ASIDE.fullmatch, names) if match is not None}
     copies = {step: copies_put_aside(folder / f"step-{step}") for step in sorted(steps)}
     return {step: found[0] for step, found in copies.items() if found}
@@ -835,11 +837,12 @@ def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
 
     Raises:
         FormatError: a folder of both formats, or with a malformed index: what it holds is for a human to say.
+        StorageError: the folder cannot be read.
     """
     found: dict[int, CheckpointFormat] = {}
-    if not folder.is_dir():
-        return found
-    for name in os.listdir(folder):
+    with named_errors("looking for steps", folder):
+        names = os.listdir(folder) if folder.is_dir() else []
+    for name in names:
         match = _STEP.fullmatch(name)
         if match is None or not (folder / name).is_dir():
             continue

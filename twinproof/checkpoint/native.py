@@ -52,6 +52,7 @@ from twinproof.checkpoint.publish import (
     Staging,
     fsync_path,
     gather,
+    named_errors,
     on_any_rank,
     rank_count_of,
     several_ranks,
@@ -198,11 +199,12 @@ class NativeStorageWriter(FileSystemWriter):
         return [dataclasses.replace(plan, storage_data=(plan.storage_data, folder)) for plan in prefixed]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files into the hidden folder, and sync them."""
+        """Write this rank's files into the hidden folder, and sync them. Raises StorageError."""
         prefix, folder = plan.storage_data
         self.path = Path(folder)
-        written = super().write_data(dataclasses.replace(plan, storage_data=prefix), planner)
-        self._sync({result.storage_data.relative_path for result in written.value()})
+        with named_errors("writing", self.target):
+            written = super().write_data(dataclasses.replace(plan, storage_data=prefix), planner)
+            self._sync({result.storage_data.relative_path for result in written.value()})
         return written
 
     def _sync(self, names: Iterable[str]) -> None:
@@ -211,13 +213,14 @@ class NativeStorageWriter(FileSystemWriter):
             fsync_path(Path(self.path) / name)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata and show the checkpoint; the coordinator only."""
+        """Write the metadata and show the checkpoint; the coordinator only. Raises StorageError."""
         if self.staging is None:
             raise PlanError(
                 "nothing was written that could be finished", expected="prepare_global_plan, write_data", where="finish"
             )
-        super().finish(metadata, results)
-        self._sync([NATIVE_METADATA_NAME])
+        with named_errors("writing the metadata", self.target):
+            super().finish(metadata, results)
+            self._sync([NATIVE_METADATA_NAME])
         self.staging.publish(None)
         self.staging = None
 

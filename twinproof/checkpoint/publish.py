@@ -85,6 +85,25 @@ def storage_error(error: OSError, doing: str, path: StrPath) -> StorageError:
     return result
 
 
+@contextmanager
+def named_errors(doing: str, path: StrPath) -> Iterator[None]:
+    """What the file system refuses inside, as StorageError.
+
+    Torch's writer in C++ says behind such an error that a position is wrong: what came before that is told.
+    """
+    try:
+        yield
+    except TwinproofError:
+        raise
+    except (OSError, RuntimeError) as error:
+        seen: BaseException | None = error
+        while seen is not None and not isinstance(seen, OSError):
+            seen = seen.__cause__ or seen.__context__
+        if seen is None:
+            raise
+        raise storage_error(seen, doing, path) from error
+
+
 def fsync_path(path: StrPath) -> None:
     """Fsync a file or a folder by name."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -257,6 +276,14 @@ def _works_in(folder: Path) -> bool:
         return False  # It was removed, and is nowhere.
 
 
+def _resolved(path: Path) -> Path:
+    """The path without links. Raises OSError for one through ``..`` of what is not there, which no reader finds."""
+    for place, part in enumerate(path.parts):
+        if part == "..":
+            os.stat(Path(*path.parts[:place]))
+    return Path(os.path.realpath(path))
+
+
 class Staging:
     """A hidden folder that becomes ``target``.
 
@@ -269,15 +296,16 @@ class Staging:
     Raises:
         CheckpointExistsError: something is there and may not, or cannot atomically, be replaced; or files of others
             that would count as the checkpoint's. Nothing was touched.
-        StorageError: the folder cannot be made.
+        StorageError: the folder cannot be looked at, or made.
     """
 
     def __init__(self, target: Path, *, durable: bool = True, overwrite: bool = True, is_indexed: bool = True) -> None:
-        self.target = Path(os.path.realpath(target))
         self.durable = durable
-        self.old_names = self._old_checkpoint()
-        if not is_indexed:
-            self._check_others()
+        with named_errors("looking at the folder", target):
+            self.target = _resolved(target)
+            self.old_names = self._old_checkpoint()
+            if not is_indexed:
+                self._check_others()
         if self.old_names and not overwrite:
             raise CheckpointExistsError(
                 "a checkpoint is already there",
@@ -285,7 +313,7 @@ class Staging:
                 expected="overwrite=True",
                 where=str(self.target),
             )
-        try:
+        with named_errors("making the staging folder", self.target):
             self.new_parents = _missing_parents(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.in_place = self._is_pinned()
@@ -299,12 +327,6 @@ class Staging:
             warn_of_leftovers(parent, name)
             self.folder = parent / f".{name}.saving-{uuid.uuid4().hex[:12]}"
             self.folder.mkdir()
-        except OSError as error:
-            raise (
-                error
-                if isinstance(error, TwinproofError)
-                else storage_error(error, "making the staging folder", self.target)
-            ) from error
 
     def _old_checkpoint(self) -> list[str]:
         if not self.target.exists():

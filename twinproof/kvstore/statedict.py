@@ -75,7 +75,10 @@ def _is_group(process_group: Any) -> bool:
 
 
 def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
-    """``make()`` of every rank, by rank, in one exchange; an error on any rank is raised on all of them."""
+    """``make()`` of every rank, by rank, in one exchange.
+
+    An error of any rank ends all: that rank raises it as it is, the others DistributedError with the first one's.
+    """
     world_size = rank_and_world(process_group)[1]
     if world_size == 1:
         return [make()]
@@ -86,7 +89,11 @@ def gathered(make: Callable[[], Any], process_group: Any) -> list[Any]:
         failure = error
     results: list[Any] = [None] * world_size
     dist.all_gather_object(results, (value, sendable(failure)), group=process_group)
-    del failure  # Its traceback has this frame.
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # Its traceback has this frame.
     raise_first([failed for _, failed in results])
     return [found for found, _ in results]
 

@@ -131,6 +131,11 @@ own_errors_told_alone = patched(
     mutated("twinproof.kvstore.statedict:gathered", "except BaseException as error", "except ConfigError as error"),
     kills="KV-252",
 )
+own_errors_as_others_are_told = patched(
+    "The rank at fault raises what the others are told, and nobody gets its own error.",
+    mutated("twinproof.kvstore.statedict:gathered", "if failure is not None", "if False"),
+    kills=("KV-252", "PIPE-551"),
+)
 chunks_without_rows = patched(
     "A rank without rows of a table names a chunk of none.",
     mutated("twinproof.kvstore.views:LazyRows.global_chunks", "self.global_row_count == 0", "not starts"),

@@ -1,0 +1,46 @@
+"""Faults of what the file system refuses."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+from conformance.harness import fault, mutated, patched
+
+
+@fault(kills="CKPT-892", at="twinproof.checkpoint.native:named_errors")
+@contextmanager
+def native_errors_are_torchs(original: Any, doing: str, path: Any) -> Any:
+    """Errors of a native save are as torch raises them."""
+    yield
+
+
+positions_in_place_of_errors = patched(
+    "What torch's writer says behind an error of the file is told in its place.",
+    mutated("twinproof.checkpoint.publish:named_errors", "(OSError, RuntimeError)", "OSError"),
+    kills="CKPT-892",
+)
+folders_are_looked_at_unnamed = patched(
+    "Where a save begins, what the system refuses has no name.",
+    mutated(
+        "twinproof.checkpoint.publish:Staging.__init__",
+        'with named_errors("looking at the folder", target):',
+        "if True:",
+    ),
+    kills="CKPT-893",
+)
+steps_are_looked_for_unnamed = patched(
+    "Where a manager looks for steps, what the system refuses has no name.",
+    mutated(
+        "twinproof.checkpoint.manager:complete_steps", 'with named_errors("looking for steps", folder):', "if True:"
+    ),
+    mutated(
+        "twinproof.checkpoint.manager:_steps_put_aside", 'with named_errors("looking for steps", folder):', "if True:"
+    ),
+    kills="CKPT-893",
+)
+parents_of_nothing = patched(
+    "A path through '..' of what is not there is shortened by its text.",
+    mutated("twinproof.checkpoint.publish:_resolved", 'part == ".."', "False"),
+    kills="CKPT-894",
+)

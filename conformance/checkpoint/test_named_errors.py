@@ -1,0 +1,132 @@
+"""What the file system refuses of a save in torch's own format, and of folders that are looked at: errors by name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from conformance.checkpoint import crash_programs as programs
+from conformance.checkpoint.crash_driver import Crashes
+from conformance.checkpoint.crash_folders import NEW, nothing
+from conformance.checkpoint.trainer import Trainer, alone
+from conformance.harness import Mismatch, assert_equal, raises, requirement, succeeds
+from conformance.harness.raising import errors_inside
+from conformance.provers.faults import WRITE_CALLS, Fault, FaultServer
+from twinproof.errors import StorageError
+
+_CALLS = ("open", *WRITE_CALLS, "fsync", "rename", "mkdir", "close")
+
+
+def _assert_named(error: BaseException | None, code: int, where: str) -> None:
+    if error is None:
+        raise Mismatch("no error was raised", got="no error", expected=errno.errorcode[code], where=where)
+    named = [each for each in errors_inside(error) if isinstance(each, StorageError)]
+    found = [(each.errno, each.where is not None) for each in named]
+    if (code, True) not in found:
+        raise Mismatch("the error has no name", got=repr(error), expected=f"StorageError, {code}", where=where)
+
+
+@requirement(
+    "CKPT-892",
+    "What the file system refuses of a save in torch's format, at any call before it is shown, MUST be a StorageError "
+    "with its number and where, also where torch's writer says something else then; nothing is left.",
+)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+def test_native_saves(impl: ModuleType, server: FaultServer, tmp_path: Path, code: int) -> None:
+    crashes = Crashes(server, tmp_path, nothing, programs.save_natively, impl.__name__, "{root}/run", NEW)
+    count = crashes.record().count(_CALLS)
+    assert_equal(count > 5, True, where="calls of a save")
+    # A disk that is full stays so.
+    points = [Fault(_CALLS, number, "errno", errno=code, times=1) for number in range(1, count + 1)]
+    points += [Fault(WRITE_CALLS, number, "errno", errno=code, times=0) for number in (1, 2)]
+    for struck in crashes.struck(points):
+        left = sorted(os.listdir(struck.root / "run")) if (struck.root / "run").exists() else []
+        # It may be shown when the call fails, which then may be told or not.
+        if left != ["step-1"] or struck.outcome.error is not None:
+            _assert_named(struck.outcome.error, code, struck.where)
+        assert_equal(left in ([], ["step-1"]), True, where=f"{struck.where}: {left}")
+
+
+def _closed_to_all(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """As a folder of another user is: nobody may look at what is in it, root neither."""
+    stat, listdir = os.stat, os.listdir
+
+    def refused(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+            if not isinstance(path, int) and Path(os.fsdecode(path)).is_relative_to(folder / "in"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
+            return original(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(os, "stat", refused(stat))
+    monkeypatch.setattr(os, "listdir", refused(listdir))
+
+
+def _load(manager: Any) -> None:
+    with manager:
+        manager.load()
+
+
+@requirement(
+    "CKPT-893",
+    "A folder that may not be looked at MUST be a StorageError with its number and the folder: where a save begins, in "
+    "either format, and where a manager looks for steps.",
+)
+def test_closed_folders(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, path = Trainer(1), tmp_path / "in" / "ck"
+    acts: dict[str, Callable[[], Any]] = {
+        "save_training": lambda: checkpoint.save_training(path, trainer.model, trainer.optimizer, 1),
+        "an HF save": lambda: dcp.save(
+            {"w": torch.ones(2)}, storage_writer=checkpoint.HuggingFaceStorageWriter(path), no_dist=True
+        ),
+        "a manager's load": lambda: _load(trainer.manager(checkpoint, path)),
+    }
+    for what, act in acts.items():
+        with monkeypatch.context() as patched:
+            _closed_to_all(patched, tmp_path)
+            try:
+                with alone():
+                    act()
+                error: BaseException | None = None
+            except BaseException as raised:  # Torch's CheckpointException is no Exception.
+                error = raised
+        _assert_named(error, errno.EACCES, what)
+
+
+@requirement(
+    "CKPT-894",
+    "A save to a path through '..' of a folder that is not there MUST be refused by name, as the system refuses it to "
+    "whoever reads there, and nothing be made; one of a folder that is there MUST be found under that path.",
+)
+def test_paths_through_parents(checkpoint: Any, tmp_path: Path) -> None:
+    trainer = Trainer(1)
+
+    def save(path: Path, kind: str) -> None:
+        if kind == "native":
+            checkpoint.save_training(path, trainer.model, trainer.optimizer, 1, durable=False)
+        else:
+            writer = checkpoint.HuggingFaceStorageWriter(path, durable=False)
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+
+    for kind in ("native", "hf"):
+        with alone(), raises(StorageError, mentions=("ENOENT", f"where: {tmp_path}"), where=f"{kind}: nothing there"):
+            save(Path(f"{tmp_path}/none/../{kind}"), kind)
+        assert_equal(sorted(os.listdir(tmp_path)), ["there"] if kind == "hf" else [], where=f"{kind}: what was made")
+        (tmp_path / "there" / "in").mkdir(parents=True, exist_ok=True)
+        path = Path(f"{tmp_path}/there/in/../{kind}")
+        with alone(), succeeds("a save and a load", where=f"{kind}: a folder that is there"):
+            save(path, kind)
+            if kind == "native":
+                checkpoint.load_training(path, trainer.model, trainer.optimizer)
+            else:
+                found = {"w": torch.zeros(2)}
+                dcp.load(found, storage_reader=checkpoint.HuggingFaceStorageReader(path), no_dist=True)
