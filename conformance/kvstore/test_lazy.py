@@ -588,3 +588,25 @@ def test_read_into_lazy_rows(kvstore: Any) -> None:
     with succeeds("get", where="a parameter is a plain tensor"):
         store.get("a", ids, out=kept)
     assert_bits(kept.detach(), out, where="a parameter")
+
+
+@requirement(
+    "KV-449",
+    "Staged views of several stores MUST be of a moment of their own store, one for each, where tables have the same "
+    "names; and what is asked of one writer again MUST be staged anew.",
+)
+def test_staging_of_several_stores(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
+    stores = {name: filled(kvstore, range(number, number + 3)) for number, name in enumerate(("x", "y"))}
+    writer = checkpoint.HuggingFaceStorageWriter(tmp_path / "ck", durable=False)
+    for turn in range(2):
+        views = {name: store.state_dict(snapshot=False) for name, store in stores.items()}
+        expected = {name: {key: view.full_tensor() for key, view in state.items()} for name, state in views.items()}
+        staged = writer.stage({f"{name}.{key}": view for name, state in views.items() for key, view in state.items()})
+        counts = [store.stats().snapshot_count for store in stores.values()]
+        assert_equal(counts, [1, 1], where=f"turn {turn}: snapshots of each store")
+        for store in stores.values():
+            store.set_rows("a", random_rows(store, [0, 1, 2, 3], turn + 5, "a"))
+        for name, tensors in expected.items():
+            for key, tensor in tensors.items():
+                assert_bits(staged[f"{name}.{key}"].full_tensor(), tensor, where=f"turn {turn}: {name}.{key}")
+        del staged, views

@@ -282,6 +282,35 @@ def test_forms_of_bags(kvstore: Any) -> None:
             assert_bits(ours(bags, offsets), expected.detach(), where=where)
 
 
+@requirement(
+    "KV-448",
+    "Each call of one KVEmbeddingBag MUST cut its ids by its own shape or offsets, whichever as many ids were given in "
+    "the call before, and the backward of either MUST step by its own.",
+)
+def test_calls_behind_each_other(kvstore: Any) -> None:
+    ids = ids_of([0, 1, 2, 3, 4, 5])
+    forms: list[tuple[torch.Tensor, torch.Tensor | None]] = [(ids.reshape(n, 6 // n), None) for n in (1, 2, 3, 6)]
+    forms += [(ids, ids_of(starts)) for starts in ([0, 2], [0, 4], [0, 0], [0, 1, 6], [0, 2, 4])]
+    for first, second in product(forms, repeat=2):
+        where = f"{[tuple(form.shape) for form, _ in (first, second)]}, {[cut for _, cut in (first, second)]}"
+        store = store_of(kvstore, kvstore.RowLayout(2, optimizer="sgd"))
+        weights = torch.arange(12.0).reshape(6, 2)
+        store.set("t", ids, weights)
+        ours, theirs = kvstore.KVEmbeddingBag(store, mode="sum", lr=0.5), torch.nn.EmbeddingBag(6, 2, mode="sum")
+        theirs.load_state_dict({"weight": weights})
+        found, expected = ([module(*form) for form in (first, second)] for module in (ours, theirs))
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_bits(one.detach(), other.detach(), where=f"{where}: call {number}")
+        optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
+        for one, other in zip(found, expected, strict=True):
+            grads = torch.arange(1.0, other.numel() + 1).reshape(other.shape)
+            one.backward(grads)
+            optimizer.zero_grad()
+            other.backward(grads)
+            optimizer.step()
+        assert_bits(store.get("t", ids), theirs.weight.detach(), where=f"{where}: rows behind two steps")
+
+
 @requirement("KV-094", "Modules MUST refuse tables without an optimizer, other modes, and offsets that do not cut.")
 def test_refused_modules(kvstore: Any) -> None:
     plain = store_of(kvstore, kvstore.RowLayout(4))

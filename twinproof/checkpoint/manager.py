@@ -961,7 +961,7 @@ class _Cleaner:
         for path, seen_s in self._left.items():
             name = path.name.partition(".saving-")[0].partition(".previous-")[0]
             is_needed = ".previous-" in path.name and not (self.folder / name[1:]).exists()
-            if is_needed or not path.is_dir() or changed_s(path) != seen_s:
+            if is_needed or changed_s(path) != seen_s:
                 continue
             try:
                 os.rename(path, self.folder / f"{name}.deleting-{uuid.uuid4().hex[:12]}")

@@ -536,6 +536,7 @@ class StoreFiles:
         were saved. Timestamps, counts and the optimizer's step come from the file. The world may have another size than
         the one that saved. Every row is checked before the first is written; values of other dtypes are rounded to
         nearest even. In a table with a capacity the load is one batch: rows that it does not list make room for it.
+        Each rank loads by itself and waits for no other, which does not hear of what it raises.
 
         Args:
             store: the store; it must have the same tables, or a part of them named by ``tables``.

@@ -192,3 +192,12 @@ def bags_traced(original: Any, module: Any, input: Any, offsets: Any = None) -> 
 def embeddings_traced(original: Any, module: Any, input: Any) -> Any:
     """The compiler looks into a lookup of rows."""
     return original.__wrapped__(module, input)
+
+
+@fault(kills="KV-448", at="twinproof.kvstore.modules:KVEmbeddingBag._ends")
+def cuts_of_the_call_before(original: Any, module: Any, ids: torch.Tensor, offsets: Any) -> Any:
+    """Where bags end is remembered by the number of ids."""
+    known = vars(module).setdefault("cuts", {})
+    if ids.numel() not in known:
+        known[ids.numel()] = original(module, ids, offsets)
+    return known[ids.numel()]
