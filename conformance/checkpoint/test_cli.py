@@ -195,8 +195,8 @@ _BAD_OUTPUTS = {
     "text": "CheckpointExistsError",
     "pipe": "CheckpointExistsError",
     "text/b": "StorageError",
-    "n" * 300: "OSError",
-    "n" * 300 + "/b": "OSError",
+    "n" * 300: "StorageError",
+    "n" * 300 + "/b": "StorageError",
 }
 
 
