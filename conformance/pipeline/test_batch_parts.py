@@ -498,3 +498,25 @@ def test_samples_of_no_features(pipeline: Any) -> None:
                 where = f"{way} of {name}, {list(cut)}, weighted={weights is not None}"
                 facts = (made.stride(), made.keys(), made.stride_per_key(), made.weights_or_none() is None)
                 assert_equal(facts, (3, keys, [3] * len(keys), weights is None), where=where)
+
+
+@requirement(
+    "PIPE-682",
+    "A batch that was received from ranks in two stages MUST say how many samples came of each rank in the order in "
+    "which they stand, for every number of ranks and every stagger that divides it.",
+)
+def test_every_stagger(pipeline: Any) -> None:
+    for world_size, feature_count in product(range(1, 13), (1, 2)):
+        keys = [f"f{number}" for number in range(feature_count)]
+        # Samples by rank, then feature: no two alike.
+        strides = torch.arange(1, world_size * feature_count + 1)
+        lengths, none = torch.zeros(int(strides.sum()), dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        for stagger in (n for n in range(1, world_size + 1) if world_size % n == 0):
+            made = pipeline.KeyedJaggedTensor.dist_init(
+                keys, [lengths, none, strides], True, world_size, None, None, stagger
+            )
+            each = world_size // stagger
+            order = [x + each * y for x in range(each) for y in range(stagger)]
+            expected = [[rank * feature_count + number + 1 for rank in order] for number in range(feature_count)]
+            where = f"{world_size} ranks, {stagger}, {feature_count} features"
+            assert_equal(made.stride_per_key_per_rank(), expected, where=where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -272,3 +273,41 @@ def test_weights_of_frozen(pipeline: Any) -> None:
         assert_equal(weights.grad is not None, True, where=f"are_frozen={are_frozen}: gradients of the weights")
         found.append(weights.grad)
     assert_bits(found[0], found[1], "gradients of the weights")
+
+
+def _used_by_turns(rank: Rank, name: str) -> None:
+    """A parameter for every two steps that may follow each other: used by none, either or both ranks in each."""
+    job = Job(rank.component("pipeline"), 4, rank, reduces=False)
+    patterns = list(product(product((0, 1), repeat=2), repeat=2))
+    free = [torch.nn.Parameter(torch.zeros(2, device=job.device)) for _ in patterns]
+    job.model.more = torch.nn.ParameterList(free)
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.5)
+    steps = list[int]()
+
+    def forward(batch: Any) -> Any:
+        losses, output = job.model(batch)
+        for param, pattern in zip(free, patterns, strict=True):
+            if pattern[len(steps) % 2][rank.rank]:
+                losses = losses + param.sum()
+        steps.append(len(steps))
+        return losses, output
+
+    schedule = job.schedule(name, custom_model_fwd=forward, reduce_dense_gradients=True)
+    loader, expected = iter(job.batches(5)), [torch.zeros(2) for _ in patterns]
+    for step in range(4):
+        schedule.progress(loader)
+        for number, pattern in enumerate(patterns):
+            count, where = sum(pattern[step % 2]), f"{name}, {pattern}: step {step}"
+            assert_equal(free[number].grad is None, count == 0, where=f"{where}: no gradient")
+            expected[number] = expected[number] - 0.5 * count / 2
+            assert_bits(free[number].detach(), expected[number], where)
+
+
+@requirement(
+    "PIPE-684",
+    "With reduce_dense_gradients=True a parameter MUST be averaged in each step in which any rank uses it, and have no "
+    "gradient in the others, whichever ranks used it in the step before.",
+)
+def test_used_by_turns(rank_pool: Any) -> None:
+    for name in (FUSED, "TrainPipelineBase"):
+        rank_pool.run(_used_by_turns, 2, name)

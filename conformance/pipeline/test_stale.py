@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, examples, requirement
+from conformance.harness import assert_equal, examples, requirement, succeeds
 from conformance.pipeline.jobs import Job, assert_same_state
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.stale import StaleLoop, StaleProgram
@@ -52,3 +54,33 @@ def test_stash_of_a_reset(pipeline: Any) -> None:
             stands = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
             assert_equal(stands, step == 0, where=f"step {number}: dense parameters stand still")
             at, number = at + 1, number + 1
+
+
+@requirement(
+    "PIPE-681",
+    "start_batch MUST count the steps of the pipeline, through resets, other iterators, models that take turns and a "
+    "detach: a step of that number or a later one looks ahead whatever came before it, and none before it does.",
+)
+def test_start_behind_events(pipeline: Any) -> None:
+    events: dict[str, Callable[[Any, Job], Any]] = {
+        "reset": lambda schedule, job: schedule.reset(),
+        "another model": lambda schedule, job: schedule.attach(job.model),
+        "a detach": lambda schedule, job: (schedule.detach(), schedule.attach()),
+    }
+    for (event, act), start, before in product(events.items(), (0, 2, 3), (1, 2, 4)):
+        job, loop = (Job(pipeline, 7, kinds=("table_wise",)) for _ in range(2))
+        schedule = job.schedule("TrainPipelineSemiSync", start_batch=start)
+        batches, loader = [loop.there(each) for each in loop.batches(12)], iter(job.batches(12))
+        stale, where = StaleLoop(loop, start, stashes=False), f"{event} behind {before} steps, start {start}"
+        number = 0
+        for part in (before, 4):
+            # What is in flight at a reset is gone; the others keep it, and look it up anew.
+            at = schedule.pulled_count if event == "reset" else number
+            stale.ready = None
+            for _ in range(part):
+                expected = stale.step(batches[at], batches[at + 1], number)
+                assert_bits(schedule.progress(loader), expected, f"{where}: step {number}")
+                assert_same_state(job, loop, f"{where}: step {number}")
+                at, number = at + 1, number + 1
+            with succeeds(event, where=where):
+                act(schedule, job)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+from itertools import product
 from typing import Any
 
 import pytest
@@ -573,3 +575,39 @@ def test_given_weights(pipeline: Any) -> None:
             each(ids, offsets).sum().backward()
         assert_equal(lookups.weight(0).data_ptr(), weight.data_ptr(), where=f"memory of {what}")
         assert_bits(weight.detach(), twin.weight(0), f"{what} behind an update")
+
+
+@requirement(
+    "PIPE-683",
+    "An update of tables MUST be made with the learning rate that their optimizer has at its moment: set between "
+    "steps, in a step that a load takes back and that is made again, or by a load of the optimizer's state.",
+)
+def test_rates_of_the_moment(pipeline: Any) -> None:
+    ids, ends = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2, 3])
+    for events in product(("step", "a load", "a rate", "its state"), repeat=4):
+        tables = placed(
+            pipeline,
+            pipeline.TableBatchedEmbeddingBags(
+                [pipeline.EmbeddingBagConfig(3, 4, "t", feature_names=["f"])],
+                optimizer=pipeline.FusedOptimizer("sgd", lr=1.0),
+            ),
+        )
+        optimizer = tables.fused_optimizer
+        kept = {name: value.clone() for name, value in tables.state_dict().items()}
+        states, rate = copy.deepcopy(optimizer.state_dict()), 1.0
+        for number, event in enumerate((*events, "step"), start=1):
+            if event == "a load":
+                tables.load_state_dict(kept)
+            elif event == "a rate":
+                rate = 0.5**number
+                optimizer.param_groups[0]["lr"] = rate
+            elif event == "its state":
+                optimizer.load_state_dict(copy.deepcopy(states))
+                rate = 1.0
+            else:
+                with torch.no_grad():
+                    # Powers of two are exact in what a step leaves of these.
+                    tables.weight(0).fill_(4.0)
+                tables(placed(pipeline, ids), placed(pipeline, ends)).sum().backward()
+                expected = torch.full((3, 4), 4.0 - rate)
+                assert_bits(tables.weight(0).detach(), expected, f"{events}: event {number}, rate {rate}")

@@ -171,8 +171,8 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
     each rank's own.
 
     Raises:
-        ConfigError: an option, or a combination, that cannot be honoured. On every rank of a save whose ranks ask for
-            different ones, before anything is written. DistributedError: another rank refused an option of its own.
+        ConfigError: an option, or a combination, that cannot be honoured; one that rank 0 of a save does not have,
+            before anything is written. DistributedError: another rank refused one of its own.
     """
 
     _make_engine: ClassVar[Callable[[], SaveEngine]]

@@ -209,3 +209,8 @@ samples_lost_on_the_way = patched(
     mutated("twinproof.pipeline.batches:KeyedJaggedTensor.to", "stride=self._stride,", "stride=None,"),
     kills="PIPE-618",
 )
+staggered_in_other_columns = patched(
+    "Ranks that are staggered stand in rows of as many as columns should have.",
+    mutated("twinproof.pipeline.batches:staggered", "view(stagger, -1)", "view(num_workers // stagger, -1)"),
+    kills="PIPE-682",
+)

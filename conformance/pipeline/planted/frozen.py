@@ -80,3 +80,12 @@ weights_beside_trained_tables = patched(
     ),
     kills="PIPE-645",
 )
+used_as_in_the_first_step = patched(
+    "Which parameters any rank uses is asked in the first step alone.",
+    mutated(
+        "twinproof.pipeline.stages:DenseGradients.reduce",
+        "counts: list[int] = present.tolist()",
+        "counts: list[int] = vars(self).setdefault('known', present.tolist())",
+    ),
+    kills="PIPE-684",
+)

@@ -33,3 +33,12 @@ stash_forgotten_for_good = patched(
     mutated("twinproof.pipeline.driver:TrainPipelineSemiSync.reset", "self._stash = None", "self._stashes = False"),
     kills="PIPE-634",
 )
+starts_anew_behind_a_reset = patched(
+    "start_batch counts from a reset on.",
+    mutated(
+        "twinproof.pipeline.driver:TrainPipelineSemiSync.is_semi_sync",
+        "self.processed_count >= self._start_batch",
+        "self._queue[0].index >= self._start_batch",
+    ),
+    kills="PIPE-681",
+)
