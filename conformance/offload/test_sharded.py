@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.offload.cases import assert_same_state, values
 from conformance.provers.virtual_device import VirtualDevice
+from twinproof.engine import InlineEngine
 from twinproof.errors import StaleMasterError, UnsupportedError
 
 
@@ -292,3 +295,82 @@ def _train_fsdp1(rank: Rank, options: dict[str, Any], is_nested: bool) -> None:
 @pytest.mark.parametrize("is_nested", [True, False], ids=["units", "one"])
 def test_fsdp1_some_layers(rank_pool: Any, options: dict[str, Any], is_nested: bool) -> None:
     rank_pool.run(_train_fsdp1, 2, options, is_nested)
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> list[int]:
+    """The parameters that have states, in the order of the states."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [next(n for n, param in enumerate(params) if param is key) for key in optimizer.state]
+
+
+@requirement(
+    "OPT-520",
+    "States MUST stand in the order in which the plain optimizer's stand, whichever of them are offloaded, in whatever "
+    "chunks and wherever they are stepped, also where parameters get gradients later, and behind a load.",
+)
+def test_order_of_states(offload: Any) -> None:
+    sizes = [3, 40, 2, 17, 64, 1]
+    for fraction, first, step_device in product((0.3, 0.7, 1.0), ((), (0, 4), (1, 2, 5)), ("device", "cpu")):
+        where = f"fraction {fraction}, {step_device}, at first none of {first}"
+        params = [[torch.nn.Parameter(values((size,), n)) for n, size in enumerate(sizes)] for _ in range(2)]
+        groups: list[list[dict[str, Any]]] = [
+            [{"params": mine[:3]}, {"params": mine[3:], "lr": 0.1}] for mine in params
+        ]
+        plain, optimizer = (torch.optim.AdamW(each, foreach=False) for each in groups)
+        offloader = offload.OptimizerStateOffloader(
+            optimizer, engine=InlineEngine(), chunk_bytes=64, fraction=fraction, step_device=step_device
+        )
+        for step in range(2):
+            for each, mine in zip((plain, optimizer), params, strict=True):
+                for number, param in enumerate(mine):
+                    skips = step == 0 and number in first
+                    param.grad = None if skips else values(param.shape, 50 * step + number)
+                each.step()
+            assert_equal(_numbers(optimizer), _numbers(plain), where=f"{where}: step {step}")
+            keys = [list(each.state_dict()["state"]) for each in (optimizer, plain)]
+            assert_equal(keys[0], keys[1], where=f"{where}: step {step}, state_dict()")
+        saved = plain.state_dict()
+        saved["state"] = {number: saved["state"][number] for number in (4, 1, 5, 0, 2, 3)}
+        plain.load_state_dict(saved)
+        offloader.load_state_dict(saved)
+        assert_equal(_numbers(optimizer), _numbers(plain), where=f"{where}: behind a load")
+
+
+def _export_whole(rank: Rank) -> None:
+    offload, mesh = rank.component("offload"), init_device_mesh("cpu", (rank.world_size,))
+    ways: dict[str, dict[str, Any]] = {
+        "cpu": {"step_device": "cpu"},
+        "chunks": {"engine": InlineEngine(), "chunk_bytes": 32},
+        "some": {"engine": InlineEngine(), "chunk_bytes": 32, "fraction": 0.5},
+    }
+    for shapes, (way, options) in product(([(2, 4), (1, 4)], [(1, 4), (2, 4), (1, 4), (4, 2), (1, 2)]), ways.items()):
+        where = f"{shapes}, {way}"
+        model = torch.nn.ParameterList(torch.nn.Parameter(values(shape, n)) for n, shape in enumerate(shapes))
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        offload.OptimizerStateOffloader(optimizer, **options)
+        for step in range(2):
+            for number, param in enumerate(model.parameters()):
+                whole = values(param.shape, 50 * step + number)
+                param.grad = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            optimizer.step()
+        with succeeds("a full state dict", where=where):
+            whole_states: Any = get_optimizer_state_dict(
+                model, optimizer, options=StateDictOptions(full_state_dict=True)
+            )
+        found = whole_states["state"]
+        assert_equal(list(found), [name for name, _ in model.named_parameters()], where=f"{where}: parameters")
+        for name, param in model.named_parameters():
+            for key, value in optimizer.state[param].items():
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                assert_same_tensor(found[name][key], whole, where=f"{where}: {name}.{key}")
+
+
+@requirement(
+    "OPT-521",
+    "Torch's full state dict of an offloaded optimizer MUST have the states of each parameter, also where parameters "
+    "have fewer rows than there are ranks, so that some of their shards are empty.",
+)
+def test_full_state_dicts(rank_pool: Any) -> None:
+    for count in (2, 3):
+        rank_pool.run(_export_whole, count)

@@ -313,7 +313,7 @@ class Staging:
                 expected="overwrite=True",
                 where=str(self.target),
             )
-        with named_errors("making the staging folder", self.target):
+        try:
             self.new_parents = _missing_parents(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.in_place = self._is_pinned()
@@ -327,6 +327,13 @@ class Staging:
             warn_of_leftovers(parent, name)
             self.folder = parent / f".{name}.saving-{uuid.uuid4().hex[:12]}"
             self.folder.mkdir()
+        except OSError as error:
+            # No call comes behind the one that makes the folder: one that failed would leave it.
+            raise (
+                error
+                if isinstance(error, TwinproofError)
+                else storage_error(error, "making the staging folder", self.target)
+            ) from error
 
     def _old_checkpoint(self) -> list[str]:
         if not self.target.exists():

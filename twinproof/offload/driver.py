@@ -38,6 +38,7 @@ from twinproof.offload.states import (
     local_of,
     make_bundle,
     mesh_of,
+    put_in_order,
     select,
 )
 from twinproof.optimizers import AdamHyper
@@ -1047,7 +1048,14 @@ def _take_over(plan: MovePlan, state_dict: dict[str, Any], states: dict[Any, dic
     for key in [key for key in held if not isinstance(key, torch.Tensor)]:
         del held[key]
     held.update({key: copied(own) for key, own in states.items() if not isinstance(key, torch.Tensor)})
+    params = {number: param for number, param in _numbered(optimizer, state_dict) if param in held}
+    put_in_order(held, [params.get(key, key) for key in state_dict["state"] if key in params or key in held])
     make_counters(optimizer)
+
+
+def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        yield from zip(other["params"], group["params"], strict=True)
 
 
 def make_counters(optimizer: Any) -> None:

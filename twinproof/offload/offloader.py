@@ -48,6 +48,7 @@ from twinproof.offload.states import (
     holder_of,
     local_of,
     make_bundle,
+    place_in_order,
     rebind,
     strays,
     version_of,
@@ -529,6 +530,15 @@ class OptimizerStateOffloader:
             updates_of(self.optimizer, self.bundles, self.masters)
             self.offload()
         self._is_brought = False
+        known_count = len(self.optimizer.state)
+        try:
+            self._step(arithmetic)
+        finally:
+            place_in_order(self.optimizer, known_count)
+        # What was refused, or raised, is no step.
+        self.plan.counts.step_count += 1
+
+    def _step(self, arithmetic: Callable[[], None]) -> None:
         # A step on the CPU is always one: of Adam, with states that leave at once.
         if self.is_separable and self.options.release == "at_offload":
             with nullcontext() if self.masters is None else self.masters.noted_together(is_step=True):
@@ -537,8 +547,6 @@ class OptimizerStateOffloader:
                 self.offload()
         else:
             self._step_whole(arithmetic)
-        # What was refused, or raised, is no step.
-        self.plan.counts.step_count += 1
 
     def _step_whole(self, arithmetic: Callable[[], None]) -> None:
         """One logical step with everything that was selected on the device, and home again unless on request."""

@@ -265,6 +265,36 @@ def rebind(optimizer: Optimizer, bundle: Bundle, name: str, memory: torch.Tensor
         optimizer.state[bundle.param][name] = memory
 
 
+def place_in_order(optimizer: Optimizer, known_count: int) -> None:
+    """Have states that came behind the first ``known_count`` stand in the order of their parameters, as behind torch.
+
+    Prevents ranks that step shards of other sizes first from having states in other orders: torch gathers a full state
+    dict in that order, and would mix the tensors of two parameters.
+    """
+    held: dict[Any, Any] = optimizer.state
+    if len(held) == known_count:
+        return
+    # Of one that is listed twice the first place counts.
+    numbers: dict[Any, int] = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        numbers.setdefault(param, len(numbers))
+    put_in_order(held, sorted(list(held)[known_count:], key=lambda key: numbers.get(key, -1)), known_count)
+
+
+def put_in_order(held: dict[Any, Any], keys: Sequence[Any], first: int = 0) -> None:
+    """Have these keys stand in this order behind the ``first`` ones, which are none of them."""
+    if all(one is other for one, other in zip(keys, itertools.islice(held, first, None), strict=False)):
+        return
+    kept = {key: held[key] for key in keys}
+    try:
+        for key in keys:
+            held[key] = held.pop(key)
+    finally:
+        # An interrupt between the two takes no state.
+        for key, state in kept.items():
+            held.setdefault(key, state)
+
+
 def beside(engine: Any, source: torch.Tensor) -> torch.Tensor:
     """The values of a local tensor in device memory of its own; the caller waits for the copy."""
     # Of what was cut from something larger the copy takes no gaps along: its strides are those of dense memory.

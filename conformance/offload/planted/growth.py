@@ -29,7 +29,7 @@ each_noted_by_itself = patched(
 )
 noted_for_each_chunk = patched(
     "What the masters of a chunk wrote is noted behind the chunk.",
-    mutated("twinproof.offload.offloader:OptimizerStateOffloader._run", "self.masters is None", "True"),
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader._step", "self.masters is None", "True"),
     kills="OPT-561",
 )
 forms_forgotten = patched(

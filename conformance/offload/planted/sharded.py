@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, mutated, patched
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills=("OPT-080", "OPT-081"), at="twinproof.offload.driver:expected_states")
@@ -49,3 +49,20 @@ def layers_left_out_are_stepped(original: Any, offloader: Any, arithmetic: Any) 
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
     original(offloader, arithmetic)
+
+
+states_in_the_order_of_steps = patched(
+    "States stand in the order in which they were stepped, another one on each rank.",
+    swap("twinproof.offload.offloader:place_in_order", lambda optimizer, known_count: None),
+    kills=("OPT-520", "OPT-521"),
+)
+only_states_of_the_first_step = patched(
+    "States that come in a later step stand in the order in which they were stepped.",
+    mutated("twinproof.offload.states:place_in_order", "len(held) == known_count", "known_count"),
+    kills="OPT-520",
+)
+loads_keep_the_order = patched(
+    "Behind a load states stand in the order in which they stood before it.",
+    mutated("twinproof.offload.driver:_take_over", "put_in_order(held, [", "put_in_order({}, [] and ["),
+    kills="OPT-520",
+)
