@@ -20,7 +20,7 @@ from conformance.checkpoint.trainer import Trainer, alone
 from conformance.harness import Mismatch, assert_equal, raises, requirement, succeeds
 from conformance.harness.raising import errors_inside
 from conformance.provers.faults import WRITE_CALLS, Fault, FaultServer
-from twinproof.errors import StorageError
+from twinproof.errors import FormatError, StorageError
 
 _CALLS = ("open", *WRITE_CALLS, "fsync", "rename", "mkdir", "close")
 
@@ -130,3 +130,16 @@ def test_paths_through_parents(checkpoint: Any, tmp_path: Path) -> None:
             else:
                 found = {"w": torch.zeros(2)}
                 dcp.load(found, storage_reader=checkpoint.HuggingFaceStorageReader(path), no_dist=True)
+
+
+@requirement(
+    "CKPT-895",
+    "A file that is too short for the length of its header MUST be refused by what it has and what it needs.",
+)
+def test_short_files(checkpoint: Any, tmp_path: Path) -> None:
+    path = tmp_path / "short.safetensors"
+    for size in range(8):
+        path.write_bytes(bytes(size))
+        mentions = ("too short", f"got: {size} bytes", "expected: at least 8", f"where: {path}")
+        with raises(FormatError, mentions=mentions, where=f"{size} bytes"):
+            checkpoint.load_file(path)

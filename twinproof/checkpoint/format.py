@@ -645,9 +645,12 @@ def read_header(path: str | os.PathLike[str], cache: HeaderCache | None = None) 
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("not a regular file", got=stat.filemode(status.st_mode), where=where)
         prefix = _read_at(descriptor, LENGTH_BYTES, 0)
+        if len(prefix) < LENGTH_BYTES:
+            got, expected = f"{len(prefix)} bytes", f"at least {LENGTH_BYTES}"
+            raise FormatError("too short for the length of a header", got=got, expected=expected, where=where)
         length = int.from_bytes(prefix, "little")
         limit = min(HEADER_BYTES_MAX, status.st_size - LENGTH_BYTES)
-        if len(prefix) < LENGTH_BYTES or length > limit:
+        if length > limit:
             raise FormatError(
                 "header length beyond the file or the cap", got=length, expected=f"<= {limit}", where=where
             )

@@ -44,3 +44,8 @@ parents_of_nothing = patched(
     mutated("twinproof.checkpoint.publish:_resolved", 'part == ".."', "False"),
     kills="CKPT-894",
 )
+short_files_have_lengths = patched(
+    "The length of a header is made of as many bytes as there are.",
+    mutated("twinproof.checkpoint.format:read_header", "len(prefix) < LENGTH_BYTES", "not prefix"),
+    kills="CKPT-895",
+)
