@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 import twinproof.checkpoint.groups as groups
 from conformance.checkpoint.cases import FILE, PT, oracle
 from conformance.checkpoint.trainer import Trainer
-from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, raises, requirement
+from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, raises, requirement, succeeds
 from conformance.provers.ranks import RankPool
 from twinproof.checkpoint.native import NativeStorageWriter
 from twinproof.errors import MissingCheckpointError
@@ -276,3 +276,24 @@ def test_groups_behind_failures(impl: ModuleType, tmp_path: Path) -> None:
     with RankPool(impl.__name__) as pool:
         pool.run(_fail_in_saves, 2, str(tmp_path))
         pool.run(_drop_beside_a_save, 2, str(tmp_path))
+
+
+def _ended_with_all(rank: Rank) -> None:
+    """A group that is given back when the default group is gone."""
+    found = groups.own_group()
+    dist.destroy_process_group()
+    with succeeds("end_group", where="behind the default group"):
+        groups.end_group(found)
+        groups.begin_exchange(found)
+        groups.end_exchange(found, is_broken=True)
+    assert_equal(groups.idle_count(), 0, where=f"rank {rank.rank}: groups that wait")
+
+
+@requirement(
+    "CKPT-898",
+    "A save's own group that is given back, or told of its messages, behind the end of the default group MUST be let "
+    "go without an error.",
+)
+def test_groups_behind_the_default_group(impl: ModuleType) -> None:
+    with RankPool(impl.__name__) as pool:
+        pool.run(_ended_with_all, 2)

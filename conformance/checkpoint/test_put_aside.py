@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from conformance.checkpoint import crash_programs as programs
@@ -75,6 +76,7 @@ def test_only_copies_are_named(
     for name in (".gone.previous-0", ".gone.saving-000000000000", ".other.previous-000000000000"):
         (tmp_path / name).mkdir()
     (tmp_path / ".gone.previous-000000000000").write_bytes(b"")
+    (tmp_path / ".gone.previous-00000000000a").symlink_to(".gone.previous-0")
     with raises(FileNotFoundError, where="no copy") as caught:
         load(checkpoint, {"one": torch.zeros(1)}, tmp_path / "gone")
     assert_equal(TOLD in str(caught.error), False, where="no copy")
@@ -125,7 +127,8 @@ def _load_on_ranks(rank: Rank, folder: str) -> float:
 @requirement(
     "CKPT-887",
     "A step that is put aside MUST come back on all ranks; older copies, and copies of what is there, MUST stay; where "
-    "the system does not let it, a load MUST be a named error and start nothing afresh.",
+    "the system does not let it, a load MUST be a named error and start nothing afresh; with load_only an older step "
+    "that is whole is loaded.",
 )
 def test_copies_of_steps(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     for value, step in ((1.0, 1), (2.0, 3), (3.0, 3)):
@@ -149,6 +152,11 @@ def test_copies_of_steps(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> Non
         raises(StorageError, mentions=("renaming", hidden.name, "step-3"), where="no right to rename"),
     ):
         manager.load()
+    reading, model = _manager(checkpoint, tmp_path / "run", 0.0, load_only=True)
+    with alone(), reading:
+        assert_equal(
+            (reading.load(), float(model.weight.detach()[0, 0])), (True, 1.0), where="load_only, a step beside it"
+        )
 
 
 def _leave(folder: Path, *names: str) -> None:
@@ -160,9 +168,10 @@ def _leave(folder: Path, *names: str) -> None:
 @requirement(
     "CKPT-888",
     "A manager with retention MUST delete behind its next save what killed saves of steps had left, and nothing else: "
-    "no only copy, link or name of others, and nothing that was made or has changed since the manager was made.",
+    "no only copy, link or name of others, and nothing that was made or has changed since the manager was made; what "
+    "the system does not let go MUST be told, and stay.",
 )
-def test_left_by_killed_saves(checkpoint: Any, tmp_path: Path) -> None:
+def test_left_by_killed_saves(checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, digits = tmp_path / "run", "0123456789ab"
     manager, _ = _manager(checkpoint, folder, 1.0)
     with alone(), manager:
@@ -195,3 +204,19 @@ def test_left_by_killed_saves(checkpoint: Any, tmp_path: Path) -> None:
     names = sorted(path.name for path in folder.iterdir())
     expected = sorted([*({*expected} - {at_work, later, "step-1", "step-2", "step-3"}), "step-4"])
     assert_equal(names, expected, where="the one after it")
+    _leave(folder, f".step-4.saving-{digits}")
+    rename = os.rename
+
+    def refused(source: Any, target: Any) -> None:
+        if str(source).endswith(f"saving-{digits}"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        rename(source, target)
+
+    manager, _ = _manager(checkpoint, folder, 1.0, keep_latest_k=1)
+    with alone(), mock.patch.object(os, "rename", refused), manager:
+        manager.save(5)
+    names = sorted(path.name for path in folder.iterdir())
+    expected = sorted([*({*expected} - {"step-4"}), f".step-4.saving-{digits}", "step-5"])
+    assert_equal(names, expected, where="what the system does not let go")
+    told = [record.getMessage() for record in caplog.records if "could not be deleted" in record.getMessage()]
+    assert_equal([f".step-4.saving-{digits}" in each for each in told], [True], where="what is told of it")

@@ -300,6 +300,9 @@ def test_forked_meanwhile(checkpoint: Any, tmp_path: Path) -> None:
             found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         return read_catalog(*args, **options)
 
-    with _collector(is_on=True), mock.patch("twinproof.checkpoint.dcp.read_catalog", read):
-        load(checkpoint, {"x": torch.zeros(4, 3)}, tmp_path / "ck")
-    assert_equal(found, [3], where="the child's collector was on, and on behind its own reading")
+    for is_on in (True, False):
+        found.clear()
+        with _collector(is_on=is_on), mock.patch("twinproof.checkpoint.dcp.read_catalog", read):
+            load(checkpoint, {"x": torch.zeros(4, 3)}, tmp_path / "ck")
+        # In the child, and there behind a reading of its own.
+        assert_equal(found, [3 * is_on], where=f"the child's collector was on and stays so: {is_on}")

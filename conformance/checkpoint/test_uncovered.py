@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from conformance.checkpoint.cases import Tiled, load_with, mesh_of, part_of, random_bits, sharded
 from conformance.checkpoint.trainer import Said, alone
 from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
+from conformance.harness.raising import errors_inside
 from conformance.kvstore.cases import ids_of, random_rows, store_of
+from twinproof.checkpoint.native import NativeStorageReader
 from twinproof.errors import CorruptionError
 
 Boxes = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -314,3 +318,56 @@ def test_part_of_a_rank(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None
     rank_pool.run(_load_on_ranks, 2, str(tmp_path / "file"), ("is missing", file.name))
     _edit(tmp_path / "chunk", lambda metadata: _chunks(metadata, "said.a").pop())
     rank_pool.run(_load_on_ranks, 2, str(tmp_path / "chunk"), ("leave elements", "'said.a': '0 of 24 elements'"))
+
+
+def _outside(rank: Rank, folder: str) -> None:
+    """A tensor that the first rank alone holds is loaded by both."""
+    checkpoint, mesh = rank.component("checkpoint"), DeviceMesh("cpu", [0])
+    model, optimizer, _ = _trained({})
+
+    def said(value: torch.Tensor) -> Said:
+        local = value if rank.rank == 0 else value[:0]
+        whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
+        return Said({"a": whole, "b": torch.zeros(5)})
+
+    checkpoint.save_training(folder, model, optimizer, 1, states={"said": said(_VALUES["a"])}, durable=False)
+    fresh = said(torch.zeros_like(_VALUES["a"]))
+    with succeeds("a load", where=f"rank {rank.rank}"):
+        checkpoint.load_training(folder, model, optimizer, states={"said": fresh})
+    local = fresh.said["a"].to_local()
+    if rank.rank == 0:
+        assert_same_tensors({"a": local}, {"a": _VALUES["a"]}, where="the rank that holds it")
+    else:
+        assert_equal(local.numel(), 0, where="elements of the other rank")
+
+
+@requirement(
+    "CKPT-896",
+    "A rank outside of the mesh of a tensor MUST load a checkpoint of torch's format beside those that hold it.",
+)
+def test_ranks_outside_a_mesh(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    del checkpoint
+    rank_pool.run(_outside, 2, str(tmp_path / "ck"))
+
+
+class _Refusing(DefaultLoadPlanner):
+    """A planner that raises when it is given what was read."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        """Raises."""
+        raise RuntimeError("of a planner")
+
+
+@requirement(
+    "CKPT-897",
+    "What a planner raises while a checkpoint of torch's format is read MUST reach the caller as it is, and not as "
+    "damage of the checkpoint.",
+)
+def test_errors_of_planners(checkpoint: Any, tmp_path: Path) -> None:
+    folder = _save(checkpoint, tmp_path)
+    target = {"weight": torch.zeros(2, 2)}
+    with raises(RuntimeError, mentions=("of a planner",), where="a load") as caught, alone():
+        dcp.load(target, storage_reader=NativeStorageReader(folder), planner=_Refusing())
+    assert caught.outer is not None
+    kinds = {type(each) for each in errors_inside(caught.outer)}
+    assert_equal(CorruptionError in kinds, False, where="what is told")

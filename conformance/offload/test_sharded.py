@@ -334,6 +334,9 @@ def test_order_of_states(offload: Any) -> None:
         plain.load_state_dict(saved)
         offloader.load_state_dict(saved)
         assert_equal(_numbers(optimizer), _numbers(plain), where=f"{where}: behind a load")
+        saved["state"] = {number: saved["state"][number] if number != 5 else {} for number in (3, 5, 0, 2, 4, 1)}
+        offloader.load_state_dict(saved)
+        assert_equal(_numbers(optimizer), [3, 0, 2, 4, 1], where=f"{where}: behind a load of all but one")
 
 
 def _export_whole(rank: Rank) -> None:

@@ -77,3 +77,19 @@ plain_ids_left_out_pass = patched(
     ),
     kills="CKPT-880",
 )
+ranks_outside_ask_for_all = patched(
+    "A rank outside of a tensor's mesh is held to ask for all of it.",
+    mutated(
+        "twinproof.checkpoint.plan:_asked_chunks",
+        "is None:\n        return ()",
+        "is None:\n        return [ChunkStorageMetadata(torch.Size([0] * target.dim()), target.shape)]",
+    ),
+    kills="CKPT-896",
+)
+errors_of_planners_are_damage = patched(
+    "Whatever is raised while files are read is told as damage.",
+    mutated(
+        "twinproof.checkpoint.native:NativeStorageReader.read_data", "type(error) is RuntimeError and", "False and"
+    ),
+    kills="CKPT-897",
+)
