@@ -110,7 +110,8 @@ def test_bucket_ranges(kvstore: Any, total: int, data: st.DataObject) -> None:
             assert_equal(found.tolist(), [[key]], where="id")
             assert_equal(counts[:, 0].tolist(), [int(b == key % total) for b in range(begin, end)], where="counts")
         else:
-            with raises(ConfigError, mentions=[str(key)], where=f"{key} outside [{begin}, {end}) of {total}"):
+            told = (str(key), f"buckets {begin} to {end}")
+            with raises(ConfigError, mentions=told, where=f"{key} outside [{begin}, {end}) of {total}"):
                 kvstore.sort_ids_by_bucket(ids_of([key]), begin, end, total)
     found, counts = kvstore.sort_ids_by_bucket(ids_of([]), begin, begin, total)
     assert_equal((tuple(found.shape), tuple(counts.shape)), ((0, 1), (0, 1)), where="no buckets")

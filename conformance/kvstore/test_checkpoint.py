@@ -418,6 +418,8 @@ def _error_of(way: Callable[[], Any], store: Any) -> str:
     except (TwinproofError, TypeError) as error:
         # While somebody holds the error, and all that it refers to.
         held_count = store.stats().snapshot_count
+        if "ask for different" in str(error) and "; expected: " not in str(error):
+            return str(error)
         return f"{type(error).__name__}, {held_count} snapshots held" if held_count else type(error).__name__
     return "no error"
 

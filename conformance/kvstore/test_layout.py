@@ -97,7 +97,7 @@ def test_fields_of_headers(kvstore: Any) -> None:
             with raises((ShapeError, UnsupportedError), where=f"{name}: {wrong}"):
                 kvstore.pack_header(kvstore.Header(**fields | {name: wrong}))
     for rows in (expected[:, :15], expected.view(torch.int64), expected[0], expected.tolist()):
-        with raises((ShapeError, UnsupportedError), where=f"header of {rows}"):
+        with raises((ShapeError, UnsupportedError), mentions=("got: ", "expected: "), where=f"header of {rows}"):
             kvstore.unpack_header(rows)
 
 

@@ -441,7 +441,11 @@ def test_subclasses(kvstore: Any) -> None:
             continue
         taken = _scaled(kvstore, _adam(kvstore), buffer=name)
         for way, call in (("save", taken.state_dict), ("load", partial(taken.load_state_dict, state))):
-            with raises(ConfigError, mentions=[f"'{name}'", "where: Scaled"], where=f"{way}, the table's {name}"):
+            with raises(
+                ConfigError,
+                mentions=[f"'{name}'", "expected: other names", "where: Scaled"],
+                where=f"{way}, the table's {name}",
+            ):
                 call()
         assert_equal(taken.store.size("a"), 0, where=f"rows of a refused load, {name}")
 

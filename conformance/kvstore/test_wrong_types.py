@@ -143,6 +143,11 @@ def test_shapes_beside_ids(kvstore: Any) -> None:
     store = _stored(kvstore)
     before = contents(store)
     for verb, name, right, call in _of_tensors(kvstore, store):
+        # Of buckets ids of other shapes are asked, too.
+        if name == "ids" and verb not in ("bucket_of", "sort_ids_by_bucket"):
+            told = (f"got: {tuple(right.unsqueeze(0).shape)}", "expected: [n]")
+            with raises(ShapeError, mentions=told, where=f"{verb}, ids of two dimensions"):
+                call(right.unsqueeze(0))
         # Ids and where bags begin are of any length; so are rows that bring their ids.
         if name in ("ids", "input", "offsets", "sorted_indices", "t.weight_id", "t.step"):
             continue
