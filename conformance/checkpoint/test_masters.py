@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from conformance.checkpoint.cases import mesh_of
+from conformance.checkpoint.trainer import alone
 from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
 from twinproof.errors import PlanError
 
@@ -148,3 +149,33 @@ def _refused(rank: Rank, folder: str) -> None:
 )
 def test_states_of_other_shapes(rank_pool: Any, tmp_path: Path) -> None:
     rank_pool.run(_refused, 2, str(tmp_path))
+
+
+@requirement(
+    "CKPT-899",
+    "Tensors that an optimizer among the states has beside the states of its parameters, in its groups or under keys "
+    "of its own, MUST come back to a fresh one that lacks them.",
+)
+def test_tensors_beside_states(checkpoint: Any, tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(2, 1)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    (model, optimizer), (other, fresh) = made(), made()
+    torch.autograd.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    held: Any = optimizer.state
+    held["shared"] = torch.arange(3.0)
+    optimizer.param_groups[0]["swept"] = torch.arange(4.0)
+    options: dict[str, Any] = {"interval": 1, "durable": False}
+    with alone(), checkpoint.CheckpointManager(tmp_path, model=model, states={"sgd": optimizer}, **options) as manager:
+        manager.save(1)
+    loaded = checkpoint.CheckpointManager(tmp_path, model=other, states={"sgd": fresh}, **options)
+    with alone(), loaded, succeeds("a load", where="a fresh optimizer"):
+        loaded.load()
+    found: Any = fresh.state
+    assert_same_tensors({"shared": found["shared"]}, {"shared": held["shared"]}, where="a key of its own")
+    swept = [each.param_groups[0]["swept"] for each in (fresh, optimizer)]
+    assert_same_tensors({"swept": swept[0]}, {"swept": swept[1]}, where="a tensor of its group")
+    momenta = [each.state_dict()["state"][0] for each in (fresh, optimizer)]
+    assert_same_tensors(momenta[0], momenta[1], where="states of a parameter")

@@ -20,6 +20,7 @@ from conformance.checkpoint.trainer import Trainer, alone
 from conformance.harness import Mismatch, assert_equal, raises, requirement, succeeds
 from conformance.harness.raising import errors_inside
 from conformance.provers.faults import WRITE_CALLS, Fault, FaultServer
+from twinproof.checkpoint.publish import named_errors
 from twinproof.errors import FormatError, StorageError
 
 _CALLS = ("open", *WRITE_CALLS, "fsync", "rename", "mkdir", "close")
@@ -143,3 +144,30 @@ def test_short_files(checkpoint: Any, tmp_path: Path) -> None:
         mentions = ("too short", f"got: {size} bytes", "expected: at least 8", f"where: {path}")
         with raises(FormatError, mentions=mentions, where=f"{size} bytes"):
             checkpoint.load_file(path)
+
+
+@requirement(
+    "CKPT-869",
+    "Of what torch's code raises behind an error of the file system, as its cause or while it was handled, that error "
+    "MUST be told by name; what has none behind it MUST stay as it is.",
+)
+def test_what_stands_behind(checkpoint: Any) -> None:
+    del checkpoint
+
+    def handled() -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            raise RuntimeError("a position is wrong")
+
+    def caused() -> None:
+        raise RuntimeError("a position is wrong") from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for what, act in {"handled": handled, "caused": caused}.items():
+        with raises(StorageError, mentions=("ENOSPC", "where: here"), where=what), named_errors("writing", "here"):
+            act()
+    given = RuntimeError("of something else")
+    here = named_errors("writing", "here")
+    with raises(RuntimeError, mentions=("of something else",), where="nothing behind it") as caught, here:
+        raise given
+    assert_equal(caught.outer is given, True, where="the error itself")

@@ -49,3 +49,8 @@ short_files_have_lengths = patched(
     mutated("twinproof.checkpoint.format:read_header", "len(prefix) < LENGTH_BYTES", "not prefix"),
     kills="CKPT-895",
 )
+causes_are_not_looked_at = patched(
+    "An error of the file system is looked for among causes alone.",
+    mutated("twinproof.checkpoint.publish:named_errors", "seen.__cause__ or seen.__context__", "seen.__cause__"),
+    kills="CKPT-869",
+)
