@@ -281,6 +281,7 @@ def test_groups_behind_failures(impl: ModuleType, tmp_path: Path) -> None:
 def _ended_with_all(rank: Rank) -> None:
     """A group that is given back when the default group is gone."""
     found = groups.own_group()
+    assert_equal(groups.idle_count(), 0, where=f"rank {rank.rank}: groups that wait, while one is taken")
     dist.destroy_process_group()
     with succeeds("end_group", where="behind the default group"):
         groups.end_group(found)
