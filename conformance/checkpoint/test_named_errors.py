@@ -149,7 +149,7 @@ def test_short_files(checkpoint: Any, tmp_path: Path) -> None:
 @requirement(
     "CKPT-869",
     "Of what torch's code raises behind an error of the file system, as its cause or while it was handled, that error "
-    "MUST be told by name; what has none behind it MUST stay as it is.",
+    "MUST be told by name; what has none behind it, or only one that the caller was handling, MUST stay as it is.",
 )
 def test_what_stands_behind(checkpoint: Any) -> None:
     del checkpoint
@@ -171,3 +171,15 @@ def test_what_stands_behind(checkpoint: Any) -> None:
     with raises(RuntimeError, mentions=("of something else",), where="nothing behind it") as caught, here:
         raise given
     assert_equal(caught.outer is given, True, where="the error itself")
+    another = RuntimeError("of something else")
+
+    def fails() -> None:
+        with named_errors("writing", "here"):
+            raise another
+
+    try:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    except OSError:
+        with raises(RuntimeError, mentions=("of something else",), where="in a handler of another error") as caught:
+            fails()
+    assert_equal(caught.outer is another, True, where="the error itself, in a handler of another")

@@ -56,6 +56,11 @@ def test_stash_of_a_reset(pipeline: Any) -> None:
             at, number = at + 1, number + 1
 
 
+def _take_turns(schedule: Any, job: Job) -> None:
+    schedule.attach(Job(job.pipeline, 8, kinds=("table_wise",)).model)
+    schedule.attach(job.model)
+
+
 @requirement(
     "PIPE-681",
     "start_batch MUST count the steps of the pipeline, through resets, other iterators, models that take turns and a "
@@ -64,7 +69,8 @@ def test_stash_of_a_reset(pipeline: Any) -> None:
 def test_start_behind_events(pipeline: Any) -> None:
     events: dict[str, Callable[[Any, Job], Any]] = {
         "reset": lambda schedule, job: schedule.reset(),
-        "another model": lambda schedule, job: schedule.attach(job.model),
+        "another iterator": lambda schedule, job: None,
+        "another model": _take_turns,
         "a detach": lambda schedule, job: (schedule.detach(), schedule.attach()),
     }
     for (event, act), start, before in product(events.items(), (0, 2, 3), (1, 2, 4)):
@@ -74,9 +80,9 @@ def test_start_behind_events(pipeline: Any) -> None:
         stale, where = StaleLoop(loop, start, stashes=False), f"{event} behind {before} steps, start {start}"
         number = 0
         for part in (before, 4):
-            # What is in flight at a reset is gone; the others keep it, and look it up anew.
+            # What is in flight at a reset is gone; the others keep it, and all but a new iterator look it up anew.
             at = schedule.pulled_count if event == "reset" else number
-            stale.ready = None
+            stale.ready = stale.ready if event == "another iterator" else None
             for _ in range(part):
                 expected = stale.step(batches[at], batches[at + 1], number)
                 assert_bits(schedule.progress(loader), expected, f"{where}: step {number}")
@@ -84,3 +90,5 @@ def test_start_behind_events(pipeline: Any) -> None:
                 at, number = at + 1, number + 1
             with succeeds(event, where=where):
                 act(schedule, job)
+            if event == "another iterator":
+                loader = iter(job.batches(12)[schedule.pulled_count :])

@@ -851,6 +851,7 @@ def with_places(asked: State, fqns: Collection[str], metadata: Metadata, owners:
             of a sharded parameter that is sharded otherwise.
     """
     tree: dict[Any, Any] = {}
+    params = {name: _params_by_number(owner) for name, owner in owners.items()}
     for fqn in fqns:
         path, saved, node = metadata.planner_data[fqn], metadata.state_dict_metadata[fqn], tree
         *before, last = path
@@ -858,17 +859,17 @@ def with_places(asked: State, fqns: Collection[str], metadata: Metadata, owners:
             node = node.setdefault(key, {})
         memory = None
         if isinstance(saved, TensorStorageMetadata):
-            memory = _memory_for(saved, _param_at(owners[path[0]], path), fqn)
+            is_state = len(path) > 3 and path[1] == "state"
+            memory = _memory_for(saved, params[path[0]].get(str(path[2])) if is_state else None, fqn)
         node[last] = _Place(memory)
     said = {name.removeprefix(_NO_TEXT) for name in metadata.state_dict_metadata if name.startswith(_NO_TEXT)}
     return {**asked, **{name: _placed_in(asked[name], below, name, said) for name, below in tree.items()}}
 
 
-def _param_at(owner: Any, path: Sequence[Any]) -> torch.Tensor | None:
-    """Whose state lies there, of an optimizer among the states, which counts its parameters; None elsewhere."""
-    if not isinstance(owner, torch.optim.Optimizer) or len(path) < 4 or path[1] != "state":
-        return None
-    return next((param for number, param in enumerate(_params([owner])) if str(number) == str(path[2])), None)
+def _params_by_number(owner: Any) -> dict[str, torch.Tensor]:
+    """The parameters of an optimizer among the states, under the texts of the numbers that it counts them by."""
+    params = _params([owner]) if isinstance(owner, torch.optim.Optimizer) else []
+    return {str(number): param for number, param in enumerate(params)}
 
 
 def _memory_for(saved: TensorStorageMetadata, param: torch.Tensor | None, fqn: str) -> torch.Tensor:

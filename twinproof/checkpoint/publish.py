@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -91,15 +92,17 @@ def named_errors(doing: str, path: StrPath) -> Iterator[None]:
 
     Torch's writer in C++ says behind such an error that a position is wrong: what came before that is told.
     """
+    # What a caller is handling stands behind whatever is raised here, and has nothing to do with it.
+    outside = sys.exc_info()[1]
     try:
         yield
     except TwinproofError:
         raise
     except (OSError, RuntimeError) as error:
         seen: BaseException | None = error
-        while seen is not None and not isinstance(seen, OSError):
+        while seen is not outside and seen is not None and not isinstance(seen, OSError):
             seen = seen.__cause__ or seen.__context__
-        if seen is None:
+        if seen is outside or not isinstance(seen, OSError):
             raise
         raise storage_error(seen, doing, path) from error
 

@@ -11,7 +11,7 @@ states_of_shards_come_whole = patched(
 )
 states_of_another_parameter = patched(
     "A state is read into memory as the first parameter has it.",
-    mutated("twinproof.checkpoint.native:_param_at", "if str(number) == str(path[2])", ""),
+    mutated("twinproof.checkpoint.native:with_places", "get(str(path[2]))", 'get("0")'),
     kills="CKPT-890",
 )
 shards_of_another_shape = patched(

@@ -54,3 +54,8 @@ causes_are_not_looked_at = patched(
     mutated("twinproof.checkpoint.publish:named_errors", "seen.__cause__ or seen.__context__", "seen.__cause__"),
     kills="CKPT-869",
 )
+errors_of_callers_are_told = patched(
+    "What the caller was handling is told in the place of what is raised.",
+    mutated("twinproof.checkpoint.publish:named_errors", "sys.exc_info()[1]", "None"),
+    kills="CKPT-869",
+)
