@@ -162,26 +162,6 @@ FIXED_NUMBERS = {
 DEVICE_HEADERS = re.compile(r"(_kernel|_plan|simt|device\w*)\.(h|cuh)$|/device_\w+\.h$")
 
 
-def error_classes() -> set[str]:
-    """The named errors of twinproof/errors.py."""
-    body = ast.parse((ROOT / "twinproof" / "errors.py").read_text()).body
-    return {node.name for node in body if isinstance(node, ast.ClassDef)}
-
-
-def errors(files: list[Path]) -> Iterator[str]:
-    """Every named error of the library says where; ``**options`` may say it too."""
-    names = error_classes()
-    for path in files:
-        if path.suffix != ".py" or path.relative_to(ROOT).parts[0] not in LAYERS[:3]:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in names:
-                continue
-            told = {keyword.arg for keyword in node.keywords}
-            if None not in told and "where" not in told:
-                yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.func.id} says no where"
-
-
 def regimes(files: list[Path]) -> Iterator[str]:
     """A number at which code takes another way can be lowered, so that the suite crosses it; see common/regimes.h."""
     number = r"(?:int64_t\{1\} << )?(\d[\d']*)(?: << (\d+))?"
@@ -375,7 +355,6 @@ def main(arguments: list[str]) -> int:
     files = tracked()
     found = [
         *stable_includes(files),
-        *errors(files),
         *layers(files),
         *tests_apart(files),
         *reference(files),

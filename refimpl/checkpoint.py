@@ -83,7 +83,9 @@ def read_tensors(file: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
         stored = dict(deserialize(content))
     except safetensors.SafetensorError:
         # Its header was right when the folder was looked at.
-        raise CorruptionError("the file became shorter while it was read", got=len(content), where=file) from None
+        raise CorruptionError(
+            "the file became shorter while it was read", got=len(content), expected="its full length", where=file
+        ) from None
     return {name: _tensor_of(stored[name], f"{file}: tensor {name!r}") for name in names}
 
 

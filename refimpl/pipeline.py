@@ -335,7 +335,9 @@ class AtOnce:
 
     def __init__(self, device: torch.device, options: Options) -> None:
         if options.engine is not None:
-            raise ConfigError("plain loops have no streams", got=type(options.engine).__name__, where="engine")
+            raise ConfigError(
+                "plain loops have no streams", got=type(options.engine).__name__, expected="None", where="engine"
+            )
         self._device = device
 
     def copy(self, batch: Any) -> BatchContext:

@@ -106,7 +106,9 @@ class FirstDerivatives(torch.autograd.Function):
 
 def _there(found: Any, where: str) -> Any:
     if found is None:
-        raise ConfigError("what this belonged to has gone: nobody has it any more", got=None, where=where)
+        raise ConfigError(
+            "what this belonged to has gone", got=None, expected="an owner that somebody keeps", where=where
+        )
     return found
 
 

@@ -37,14 +37,12 @@ __all__ = [
 ]
 
 
-# None is a value that may have been got.
-_UNSAID: Any = object()
 # What the system says in an OSError.
 _SYSTEM = ("errno", "strerror", "filename")
 
 
-def _rebuild(cls: type[TwinproofError], message: str, state: dict[str, Any]) -> TwinproofError:
-    return cls(message, **state)
+def _rebuild(cls: type[TwinproofError], message: str, said: dict[str, Any]) -> TwinproofError:
+    return cls(message, **said)
 
 
 class TwinproofError(Exception):
@@ -52,22 +50,21 @@ class TwinproofError(Exception):
 
     Args:
         message: one sentence that names the fault.
-        got: the value found, which may be None; the attribute is None, too, where nothing is said of it.
+        got: the value found; None where nothing was there.
         expected: what would have been right.
         where: file, tensor, rank or argument at fault.
     """
 
-    def __init__(self, message: str, *, got: Any = _UNSAID, expected: Any = None, where: Any = None) -> None:
-        self.message, self.expected, self.where = message, expected, where
-        self.got = None if got is _UNSAID else got
-        self._said = {} if got is _UNSAID else {"got": got}
-        self._said |= {name: value for name, value in (("expected", expected), ("where", where)) if value is not None}
-        super().__init__("; ".join([message, *(f"{name}: {value}" for name, value in self._said.items())]))
+    # None of them has a default: a refusal that forgets one is found by the type checker, and by whoever provokes it.
+    def __init__(self, message: str, *, got: Any, expected: Any, where: Any) -> None:
+        self.message, self.got, self.expected, self.where = message, got, expected, where
+        super().__init__(f"{message}; got: {got}; expected: {expected}; where: {where}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ranks send errors to each other: whoever asks for the errno must find it there as well.
         system = {name: getattr(self, name) for name in _SYSTEM} if isinstance(self, OSError) else None
-        return _rebuild, (type(self), self.message, self._said), system
+        said = {"got": self.got, "expected": self.expected, "where": self.where}
+        return _rebuild, (type(self), self.message, said), system
 
 
 class ConfigError(TwinproofError, ValueError):
@@ -204,7 +201,10 @@ def sendable(error: BaseException | None) -> Any:
         pickle.loads(pickle.dumps(error))
     except Exception:
         got = f"{type(error).__name__}: {error}"
-        told = DistributedError("an error that cannot be sent to other ranks", got=got, where="sendable")
+        expected = "one that can be pickled"
+        told = DistributedError(
+            "an error that cannot be sent to other ranks", got=got, expected=expected, where="sendable"
+        )
         told.__cause__ = error
         return told
     return error

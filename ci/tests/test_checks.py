@@ -40,29 +40,6 @@ def test_numbers_that_decide_a_way_are_regimes(
     assert bool(list(checks.regimes([path]))) == is_found
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "is_found"),
-    [
-        ("twinproof/toy.py", 'raise ShapeError("wrong", got=1, expected=2)', True),
-        ("fastimpl/kvstore/toy.py", 'failure = failure or ShapeError("wrong")', True),
-        ("refimpl/toy.py", 'raise ShapeError("wrong", got=1, expected=2, where="ids")', False),
-        ("twinproof/toy.py", 'raise ShapeError("wrong", **told)', False),
-        ("twinproof/toy.py", 'raise ValueError("wrong")', False),
-        ("conformance/toy.py", 'raise ShapeError("wrong")', False),
-    ],
-)
-def test_errors_that_say_no_where(
-    checks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, line: str, is_found: bool
-) -> None:
-    monkeypatch.setattr(checks, "ROOT", tmp_path)
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "twinproof").mkdir(exist_ok=True)
-    (tmp_path / "twinproof" / "errors.py").write_text("class ShapeError(ValueError):\n    pass\n")
-    path.write_text(line + "\n")
-    assert bool(list(checks.errors([path]))) == is_found
-
-
 _LIBRARY = """[project]
 version = "1.0"
 dependencies = ["torch>=2.11", "safetensors>=0.8"]

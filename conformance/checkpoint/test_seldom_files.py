@@ -567,7 +567,7 @@ def _others_at(path: Path) -> dict[str, Callable[[], object]]:
 
 
 def _other() -> None:
-    raise CorruptionError("another file", where="a")
+    raise CorruptionError("another file", got="another", expected="the one that was there", where="a")
 
 
 @requirement(

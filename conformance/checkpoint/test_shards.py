@@ -237,7 +237,7 @@ def _merge_where_one_fails(rank: Rank, source: str, target: str, failing: int) -
 
     def check(catalog: Catalog, *files: Any) -> None:
         if rank.rank == failing:
-            raise CorruptionError("made to fail", where=f"rank {failing}")
+            raise CorruptionError("made to fail", got=None, expected="no failure", where=f"rank {failing}")
         right(catalog, *files)
 
     with unittest.mock.patch.object(Catalog, "check_unchanged", check):

@@ -270,24 +270,24 @@ def test_metadata_of_a_save(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> 
 @requirement(
     "CKPT-678",
     "Every named error MUST say what was got, None included, what was expected and where, as text in this order and as "
-    "attributes, be the error of Python's that its place asks for, and come out of a pickle as it was, errno included.",
+    "attributes, not be made without one of them, be the error of Python's that its place asks for, and come out of a "
+    "pickle as it was, errno included.",
 )
 def test_errors(checkpoint: Any) -> None:
     for name in errors.__all__:
         kind = getattr(errors, name)
-        for said in (
-            {},
-            {"got": None},
-            {"got": 0, "where": "here"},
-            {"got": [1], "expected": "two", "where": ("a", 3)},
-        ):
+        full: dict[str, Any] = {"got": [1], "expected": "two", "where": ("a", 3)}
+        for absent in full:
+            with raises(TypeError, mentions=(f"{absent!r}",), where=f"{name} without {absent}"):
+                kind("what is wrong", **{key: value for key, value in full.items() if key != absent})
+        for said in (full, {"got": None, "expected": 0, "where": "here"}, {"got": 0, "expected": None, "where": "a"}):
             where, error = f"{name}, {said}", kind("what is wrong", **said)
             text = "; ".join(["what is wrong", *(f"{key}: {value}" for key, value in said.items())])
             for each in (error, pickle.loads(pickle.dumps(error))):
                 assert_equal(type(each), kind, where=where)
                 assert_equal(str(each), text, where=where)
                 for key in ("got", "expected", "where"):
-                    assert_equal(getattr(each, key), said.get(key), where=f"{key} of {where}")
+                    assert_equal(getattr(each, key), said[key], where=f"{key} of {where}")
                 assert_equal(each.message, "what is wrong", where=where)
     refused = storage_error(OSError(errno.ENOSPC, "No space left on device"), "cannot write", "a file")
     for each in (refused, pickle.loads(pickle.dumps(refused))):

@@ -542,14 +542,14 @@ def test_parameters_of_no_model(checkpoint: Any, tmp_path: Path) -> None:
         assert_same_tensors(loaded, saved, where=f"states of parameter {number}")
 
 
-_REFUSED = "no step today; got: a step; where: the optimizer"
+_REFUSED = "no step today; got: a step; expected: none; where: the optimizer"
 
 
 class _Refusing(torch.optim.SGD):
     """One that has a named error of its own."""
 
     def step(self, closure: Any = None) -> Any:
-        raise ConfigError("no step today", got="a step", where="the optimizer")
+        raise ConfigError("no step today", got="a step", expected="none", where="the optimizer")
 
 
 class _Lacking(torch.optim.SGD):

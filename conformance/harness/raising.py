@@ -95,10 +95,11 @@ class _Raises(AbstractContextManager[Raised]):
                 message = f"the error does not mention {', '.join(map(repr, self._absent(shown)))}"
             got = f"{type(shown).__name__}: {shown}"
             raise Mismatch(message, got=got, expected=wanted, where=self._where) from error
-        placed = [inner for inner in fitting if not isinstance(inner, TwinproofError) or inner.where is not None]
-        if not placed:
-            raise Mismatch("the error says no where", got=str(fitting[0]), expected=wanted, where=self._where)
-        self._caught.error = placed[0]
+        told = [inner for inner in fitting if not isinstance(inner, TwinproofError) or _says_all(inner)]
+        if not told:
+            message = "the error says no where, or nothing that was expected"
+            raise Mismatch(message, got=str(fitting[0]), expected=wanted, where=self._where)
+        self._caught.error = told[0]
         return True
 
     def _absent(self, error: BaseException) -> list[str]:
@@ -106,6 +107,10 @@ class _Raises(AbstractContextManager[Raised]):
         message = str(error)
         said = _FOLDER_OF_A_TEST.sub("", message)
         return [text for text in self._mentions if text not in (message if "/" in text else said)]
+
+
+def _says_all(error: TwinproofError) -> bool:
+    return error.where is not None and error.expected is not None
 
 
 def raises(
@@ -117,10 +122,10 @@ def raises(
     """Demand that the block raises ``error_class``, with every string of ``mentions`` in its message.
 
     The class is looked for in the raised exception, its causes, and the failures of torch's ``CheckpointException``.
-    One of our own named errors has to say where.
+    One of our own named errors has to say where, and what was expected.
 
     Raises:
-        Mismatch: when nothing or another class is raised, the message lacks a mention, or ours says no where.
+        Mismatch: when nothing or another class is raised, the message lacks a mention, or ours does not say all.
         TypeError: when ``mentions`` is a string, whose letters would be looked for.
     """
     if isinstance(mentions, str):

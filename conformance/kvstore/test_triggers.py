@@ -276,7 +276,7 @@ def test_failures_nobody_waited_for(kvstore: Any, how: str) -> None:
             return start(*arguments, **options)
         begin.set()
         if how == "store closed":
-            raise StoreClosedError("the store was closed", where="t")
+            raise StoreClosedError("the store was closed", got="closed", expected="open", where="t")
         raise MemoryError("a round")
 
     def fail(evictor: Any) -> None:

@@ -48,13 +48,15 @@ def compare(rank: Rank) -> None:
 def fail(rank: Rank) -> None:
     """Rank 1 fails while the others wait for it in a collective."""
     if rank.rank == 1:
-        raise StorageError("disk is full", got=28, where="disk") from ValueError("cause")
+        raise StorageError("disk is full", got=28, expected="room", where="disk") from ValueError("cause")
     dist.barrier()
 
 
 def fail_in_checkpoint(rank: Rank) -> None:
     """Every rank raises what torch gathers."""
-    raise CheckpointException("save", {0: _wrap_exception(StorageError("disk is full", got=28, where="disk"))})
+    raise CheckpointException(
+        "save", {0: _wrap_exception(StorageError("disk is full", got=28, expected="room", where="disk"))}
+    )
 
 
 def fail_stubbornly(rank: Rank) -> None:

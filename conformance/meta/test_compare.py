@@ -168,7 +168,7 @@ def test_raises_finds_the_error_that_matters() -> None:
         raise ValueError("file and tensor")
     assert isinstance(caught.error, ValueError)
     with raises(ValueError, mentions=("file",)):
-        raise ConfigError("no file", where="path")
+        raise ConfigError("no file", got=None, expected="a file", where="path")
     with raises(ValueError):
         raise RuntimeError("outer") from ValueError("inner")
     with raises(OSError, mentions=("disk",)) as caught:
@@ -179,10 +179,10 @@ def test_raises_finds_the_error_that_matters() -> None:
 def test_raises_takes_no_folder_of_a_test_for_what_an_error_says() -> None:
     folder = "/tmp/pytest-of-root/pytest-27/test_of_a_file0"
     with raises(ValueError, mentions=("run/step-1", f"{folder}/run", "got: 3")):
-        raise ConfigError("gone", got=3, where=f"{folder}/run/step-1")
+        raise ConfigError("gone", got=3, expected=4, where=f"{folder}/run/step-1")
     for mention in ("27", "file", "root"):
         with pytest.raises(Mismatch, match=f"does not mention '{mention}'"), raises(ValueError, mentions=(mention,)):
-            raise ConfigError("gone", got=3, where=f"{folder}/run/step-1")
+            raise ConfigError("gone", got=3, expected=4, where=f"{folder}/run/step-1")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,8 @@ def test_raises_takes_no_folder_of_a_test_for_what_an_error_says() -> None:
         (TypeError("x"), "another error"),
         (ValueError("x"), "does not mention 'file'"),
         (CheckpointException("save", {0: _wrap_exception(TypeError("x"))}), "another error"),
-        (ConfigError("no file", got=1, expected=2), "no where"),
+        (ConfigError("no file", got=1, expected=2, where=None), "no where"),
+        (ConfigError("no file", got=1, expected=None, where="path"), "nothing that was expected"),
     ],
 )
 def test_raises_is_not_satisfied(error: BaseException | None, message: str) -> None:

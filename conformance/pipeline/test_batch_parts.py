@@ -273,7 +273,7 @@ def test_without_elements(pipeline: Any) -> None:
             keyed(["a"], _ids(0), offsets=_ints()).length_per_key(),
         )
     assert_equal(found, ([0], [0], [0]), where="lengths of floats, of a batch, and offsets without elements")
-    with raises(ConfigError, mentions=("lengths and offsets",), where="offsets without elements, values"):
+    with raises(ConfigError, mentions=("lengths nor offsets",), where="offsets without elements, values"):
         keyed(["a"], _ids(1), offsets=_ints()).length_per_key()
     dtypes = {"values_dtype": torch.int32, "weights_dtype": torch.float16, "lengths_dtype": torch.int64}
     for kind in (jagged, keyed):

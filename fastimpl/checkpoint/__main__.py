@@ -140,7 +140,10 @@ def _difference(name: str, sides: Sequence[Catalog]) -> str | None:
             return f"{what} {mine} and {other}"
     dtype = torch_dtype(first.dtype)
     if dtype is None:
-        raise UnsupportedError("no torch dtype holds this tensor", got=first.dtype, where=sides[0].where(name))
+        where = sides[0].where(name)
+        raise UnsupportedError(
+            "no torch dtype holds this tensor", got=first.dtype, expected="no F6, and F4 of even width", where=where
+        )
     count, place = 0, None
     # The same two for all pieces: the allocator keeps what it is given back, and finds no room in it for the next.
     buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -163,7 +166,10 @@ def _clean(options: argparse.Namespace) -> dict[str, Any]:
     """Name what interrupted saves left in PATH and beside it; with --delete, remove what is old enough."""
     if not options.path.is_dir():
         raise MissingCheckpointError(
-            "not a folder", expected="one with checkpoints, or a checkpoint", where=options.path
+            "not a folder",
+            got="a file, or nothing",
+            expected="one with checkpoints, or a checkpoint",
+            where=options.path,
         )
     path = options.path.resolve()
     found = [*find_leftovers(path), *find_leftovers(path.parent, path.name)]

@@ -99,7 +99,12 @@ class Exchange:
         try:
             request = verb()
             if request is None:
-                raise DistributedError("this rank is not in the writer's group", where="process_group")
+                raise DistributedError(
+                    "this rank is not in the writer's group",
+                    got="another rank",
+                    expected="one of the group",
+                    where="process_group",
+                )
             current.requests.append(request)
         except RuntimeError as error:
             current.failure = current.failure or error
@@ -113,12 +118,17 @@ class Exchange:
                 request.wait()
             except RuntimeError as error:
                 failure = failure or DistributedError(
-                    "a rank went away during the exchange", got=str(error)[:200], where="exchange"
+                    "a rank went away during the exchange",
+                    got=str(error)[:200],
+                    expected="every message",
+                    where="exchange",
                 )
         messages = zip(current.senders, current.inbox, strict=True)
         failed = [rank for rank, message in messages if int(message[:8].view(torch.int64)[0]) != STATUS_OK]
         if failure is None and failed:
             got = f"{len(failed)} of {len(current.inbox)} senders"
-            failure = DistributedError("a sending rank failed", got=got, where=f"rank {failed[0]}")
+            failure = DistributedError(
+                "a sending rank failed", got=got, expected="the bytes of every sender", where=f"rank {failed[0]}"
+            )
         if failure is not None:
             raise failure

@@ -63,7 +63,12 @@ def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int, pa
             got = os.preadv(descriptor, pending, offset)
             calls += 1
             if got == 0:
-                raise CorruptionError("the file became shorter while it was read", got=f"end at {offset}", where=path)
+                raise CorruptionError(
+                    "the file became shorter while it was read",
+                    got=f"its end at {offset}",
+                    expected="its full length",
+                    where=path,
+                )
             offset += got
             while pending and got >= len(pending[0]):
                 got -= len(pending.pop(0))
@@ -164,7 +169,10 @@ def _fill_by_window(
     if status > 0:
         raise storage_error(OSError(status, os.strerror(status)), "reading", part.job.file)
     if status < 0:
-        raise CorruptionError("the file became shorter while it was read", got="end of file", where=part.job.file)
+        where = part.job.file
+        raise CorruptionError(
+            "the file became shorter while it was read", got="its end", expected="its full length", where=where
+        )
     return read_bytes, calls
 
 

@@ -54,7 +54,10 @@ class WaitingRows:
                     # What is wrong is said by those who read rows and check then; the seam to the part before, too.
                     wrong = saved.between(table, max(parts.start, start - 1), start + ids.numel(), _SPOKEN_ROWS)
                     deque(wrong, maxlen=0)
-                    raise CorruptionError("rows that change while they are read", where=f"{saved.path}: {table}")
+                    got, where = "other rows when read again", f"{saved.path}: {table}"
+                    raise CorruptionError(
+                        "rows that change while they are read", got=got, expected="the same", where=where
+                    )
                 check_status(status, table)
         finally:
             os.close(descriptor)
@@ -70,7 +73,7 @@ def fill(
         return None
     filling = store.open_filling(table, len(rows), ahead)
     if filling is None:
-        raise AllocationError("out of memory", where=table)
+        raise AllocationError("out of memory", got=None, expected="memory for rows", where=table)
     waiting = WaitingRows(store, table, filling)
     try:
         waiting.read(saved, range(rows.start, rows.stop, part_rows))

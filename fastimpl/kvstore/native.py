@@ -34,7 +34,7 @@ class AllocationError(TwinproofError, MemoryError):
 def check_status(status: int, table: str, capacity: int | None = None) -> None:
     """Raise what a status means: AllocationError, or CapacityError."""
     if status == _OUT_OF_MEMORY:
-        raise AllocationError("out of memory", where=table)
+        raise AllocationError("out of memory", got=None, expected="memory for rows", where=table)
     if status > 0:
         raise CapacityError("a batch larger than the table", got=status, expected=f"<= {capacity}", where=table)
 

@@ -38,13 +38,15 @@ class NativeReader:
 
     def _call(self, table: str, verb: Callable[..., Result], *arguments: Any) -> Result:
         if self._closed:
-            raise StoreClosedError("the store or snapshot was closed", where=table)
+            raise StoreClosedError("the store or snapshot was closed", got="closed", expected="open", where=table)
         try:
             return verb(self._indices[table], *arguments)
         except RuntimeError as error:
             # Another thread closed it meanwhile.
             if "handle: dead" in str(error):
-                raise StoreClosedError("the store or snapshot was closed", where=table) from None
+                raise StoreClosedError(
+                    "the store or snapshot was closed", got="closed", expected="open", where=table
+                ) from None
             raise
 
     def _call_all(self, verb: Callable[[], Result]) -> Result:

@@ -139,7 +139,9 @@ def _bench(words: list[str]) -> int:
     )
     if not bench.chosen_gates():
         judged = sorted({form for gate in gates if gate.kind is not Kind.REGRESSION for form in gate.workloads})
-        raise ConfigError("none of the gates is judged in this form", got=arguments.form, expected=judged)
+        raise ConfigError(
+            "none of the gates is judged in this form", got=arguments.form, expected=judged, where="--form"
+        )
     print(
         f"{arguments.impl} on {', '.join(bench.machine.classes)}, {bench.machine.filesystem}, {facts['cpu']['model']}"
     )
@@ -215,7 +217,7 @@ def _chosen(arguments: argparse.Namespace, gates: list[Gate], workloads: Mapping
     for name in names:
         if name not in by_id:
             near = get_close_matches(name, by_id, n=3) or "bench --list-gates cpu prints them"
-            raise ConfigError("no gate of that name", got=name, expected=near)
+            raise ConfigError("no gate of that name", got=name, expected=near, where="gates")
     chosen = [by_id[name] for name in names]
     components = {workloads[shape].component for gate in chosen for shape in gate.workloads.values()}
     if arguments.gate is None and arguments.component is not None:

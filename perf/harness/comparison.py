@@ -76,13 +76,15 @@ def compare_sides(before: Side, after: Side, gates: Sequence[Gate]) -> list[Chan
     """
     before, after = _ordered(before, "before"), _ordered(after, "after")
     if before[0].form != after[0].form:
-        raise ConfigError("runs of other forms share no shape", got=after[0].form, expected=before[0].form)
+        raise ConfigError(
+            "runs of other forms share no shape", got=after[0].form, expected=before[0].form, where="after"
+        )
     if len(before) != len(after):
-        raise ConfigError("not as many runs on both sides", got=len(after), expected=len(before))
+        raise ConfigError("not as many runs on both sides", got=len(after), expected=len(before), where="after")
     changes = [_changed(gate, before, after) for gate in _common(before, after, gates)]
     if not changes:
         message = "the runs have no gated workload in common"
-        raise ConfigError(message, got=[*after[-1].rounds], expected=[*before[-1].rounds])
+        raise ConfigError(message, got=[*after[-1].rounds], expected=[*before[-1].rounds], where="after")
     return changes + list(_verdicts(before, after))
 
 

@@ -33,7 +33,7 @@ def read_declarations(module: str, name: str, kind: type[_Declared]) -> tuple[_D
     """
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise FormatError("no such module", got=module, expected=f"a module with {name}")
+        raise FormatError("no such module", got=module, expected=f"a module with {name}", where="declarations")
     try:
         content: Any = importlib.import_module(module)
     except Exception as error:
@@ -43,7 +43,7 @@ def read_declarations(module: str, name: str, kind: type[_Declared]) -> tuple[_D
         if isinstance(error, TwinproofError):
             where = f"{place} ({error.where})"
             raise type(error)(error.message, got=error.got, expected=error.expected, where=where) from error
-        raise FormatError("not a declaration", got=error, where=place) from error
+        raise FormatError("not a declaration", got=error, expected=f"{name} of {kind}", where=place) from error
     found = getattr(content, name, None)
     if not isinstance(found, tuple) or not found or not all(isinstance(item, kind) for item in found):
         raise FormatError("not a tuple of declarations", got=found, expected=f"{name} of {kind}", where=spec.origin)

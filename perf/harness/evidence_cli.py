@@ -59,10 +59,12 @@ def _history(words: list[str]) -> int:
     if arguments.only is not None:
         unknown = sorted(set(arguments.only) - {each.gate for each in found})
         if unknown:
-            raise ConfigError("no run has measured this gate", got=unknown, expected=sorted({x.gate for x in found}))
+            expected = sorted({each.gate for each in found})
+            raise ConfigError("no run has measured this gate", got=unknown, expected=expected, where="--only")
         found = [each for each in found if each.gate in arguments.only]
     if not found:
-        raise ConfigError("no run has measured a ratio", got=[str(folder) for folder in arguments.folders])
+        where = [str(folder) for folder in arguments.folders]
+        raise ConfigError("no run has measured a ratio", got=0, expected="a ratio or more", where=where)
     table = "\n".join(history_lines(found))
     print(table)
     for path, make in ((arguments.svg, history_plot), (arguments.html, lambda of: _page(history_plot(of), table))):

@@ -108,7 +108,8 @@ def _check_marks(text: str, page: Path) -> None:
         for mark in _MARK.finditer(line):
             if bool(mark["end"]) == (open_at is None):
                 what = "an end of figures without a table" if mark["end"] else "a table of figures without its end"
-                raise ConfigError(what, got=line, where=f"{page}:{open_at or number}")
+                where = f"{page}:{open_at or number}"
+                raise ConfigError(what, got=line, expected="begin and end in turns", where=where)
             open_at = None if mark["end"] else number
     if open_at is not None:
         expected = "<!-- end of figures -->"
@@ -121,7 +122,8 @@ def _short_table(found: re.Match[str], page: Path, runs: Sequence[tuple[str, Evi
     machine = found["machine"]
     here = [run for name, run in runs if name.split("/")[0] == machine and run.form == "full"]
     if not here:
-        raise ConfigError("no full run of this machine", got=machine, where=page)
+        expected = sorted({name.split("/")[0] for name, run in runs if run.form == "full"})
+        raise ConfigError("no full run of this machine", got=machine, expected=expected, where=page)
     lines = ["| what must hold | measured | limit | verdicts |", "| --- | --- | --- | --- |"]
     for gate in found["gates"].split():
         outcomes = [outcome for run in here for outcome in run.outcomes if outcome["gate"] == gate]

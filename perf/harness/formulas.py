@@ -26,7 +26,7 @@ def names_used(bound: float | str | None, where: str) -> set[str]:
     try:
         stack = [ast.parse(bound, mode="eval").body]
     except (SyntaxError, ValueError) as error:
-        raise FormatError("not a formula", got=bound, where=where) from error
+        raise FormatError("not a formula", got=bound, expected="an expression of Python", where=where) from error
     while stack:
         node = stack.pop()
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

@@ -91,7 +91,8 @@ class Gate:
         """Refuse what types alone do not."""
         for name, is_right in self._checks().items():
             if not is_right:
-                raise FormatError(f"{name} is not of the right kind", got=getattr(self, name), where=self.id)
+                got, expected = getattr(self, name), f"{type(self).__annotations__[name]}, see {type(self).__name__}"
+                raise FormatError(f"{name} is not of the right kind", got=got, expected=expected, where=self.id)
         for bound in (self.floor, self.ceiling):
             unknown = sorted(names_used(bound, self.id) - set(SIZES))
             if unknown:
@@ -301,7 +302,7 @@ def read_gates(workloads: Mapping[str, Workload], names: Iterable[str] = modules
             where = f"{module}: gate {number} ({gate.id})"
             _check_references(gate, workloads, where)
             if any(gate.id == other.id for other in gates):
-                raise FormatError("an id twice", got=gate.id, where=where)
+                raise FormatError("an id twice", got=gate.id, expected="distinct ids", where=where)
             gates.append(gate)
     return gates
 
@@ -310,7 +311,10 @@ def _check_references(gate: Gate, workloads: Mapping[str, Workload], where: str)
     who = {gate.subject, gate.peer, gate.control.subject, gate.control.peer} - {None}
     for name in [*gate.workloads.values(), *(gate.against or {}).values()]:
         if name not in workloads:
-            raise FormatError("unknown workload", got=name, where=where)
+            raise FormatError("unknown workload", got=name, expected=sorted(workloads), where=where)
         unknown = sorted(map(str, who - set(workloads[name].contenders)))
         if unknown:
-            raise FormatError(f"workload {name} does not measure a contender", got=unknown, where=where)
+            expected = workloads[name].contenders
+            raise FormatError(
+                f"workload {name} does not measure a contender", got=unknown, expected=expected, where=where
+            )

@@ -71,7 +71,8 @@ def interleave(
             For jobs of one rank, since ranks would have to agree on it.
     """
     if not contenders or round_count < 1:
-        raise ConfigError("nothing to measure", got=f"{len(contenders)} contenders, {round_count} rounds")
+        got, expected = f"{len(contenders)} contenders, {round_count} rounds", "at least one of each"
+        raise ConfigError("nothing to measure", got=got, expected=expected, where="contenders, round_count")
     order = random.Random(seed)
     names = list(contenders)
     watched = gpu if isinstance(gpu, Gpu) else None

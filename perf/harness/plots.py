@@ -31,7 +31,8 @@ def bench_plot(evidence: Evidence) -> str:
     """
     measured = [outcome for outcome in evidence.outcomes if outcome["subject"]["value"] is not None]
     if not measured:
-        raise ConfigError("nothing to plot", got="no gate with a value", expected="evidence of a run that measured one")
+        got, expected = "no gate with a value", "evidence of a run that measured one"
+        raise ConfigError("nothing to plot", got=got, expected=expected, where="evidence")
     paired = [outcome for outcome in measured if Kind(outcome["kind"]).is_paired]
     counted = [outcome for outcome in measured if not Kind(outcome["kind"]).is_paired]
     absent = [outcome["gate"] for outcome in evidence.outcomes if outcome["subject"]["value"] is None]

@@ -186,7 +186,7 @@ def read_evidence(path: Path) -> Evidence:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError("not the evidence of a bench", got=error, where=path) from error
+        raise FormatError("not the evidence of a bench", got=error, expected="JSON of a run", where=path) from error
 
 
 def read_side(path: Path) -> list[Evidence]:

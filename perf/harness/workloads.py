@@ -65,9 +65,10 @@ class Workload:
         }
         for name, is_right in right.items():
             if not is_right:
-                raise FormatError(f"{name} is not of the right kind", got=getattr(self, name), where=self.name)
+                got, expected = getattr(self, name), f"{type(self).__annotations__[name]}, see {type(self).__name__}"
+                raise FormatError(f"{name} is not of the right kind", got=got, expected=expected, where=self.name)
         if len(set(self.contenders)) < len(self.contenders):
-            raise ConfigError("a contender twice", got=self.contenders, where=self.name)
+            raise ConfigError("a contender twice", got=self.contenders, expected="distinct names", where=self.name)
 
     @property
     def tensor_bytes(self) -> int:
@@ -103,7 +104,7 @@ def read_workloads(names: Iterable[str] = modules("workloads")) -> dict[str, Wor
     for module in names:
         for workload in read_declarations(module, "WORKLOADS", Workload):
             if workload.name in found:
-                raise FormatError("a name twice", got=workload.name, where=module)
+                raise FormatError("a name twice", got=workload.name, expected="distinct names", where=module)
             found[workload.name] = workload
     return found
 

@@ -61,7 +61,9 @@ def stage_durations(words: list[str]) -> dict[str, float]:
     for word in words:
         stage, _, text = word.partition("=")
         if stage not in found or not text.replace(".", "", 1).isdigit():
-            raise ConfigError("not a duration of a stage", got=word, expected=[f"{name}=MS" for name in STAGE_MS])
+            raise ConfigError(
+                "not a duration of a stage", got=word, expected=[f"{name}=MS" for name in STAGE_MS], where="--stage"
+            )
         found[stage] = float(text)
     return found
 

@@ -46,7 +46,7 @@ def make_tables(table_count: int, shape: Sequence[int], dtype: torch.dtype) -> t
         ConfigError: there is no built library, of which the kernels are measured here.
     """
     if not ops.available():
-        raise ConfigError("nothing to measure", got="FASTIMPL_BUILD=none", expected="a built library")
+        raise ConfigError("nothing to measure", got="FASTIMPL_BUILD=none", expected="a built library", where="fastimpl")
     tables = torch.empty(table_count, *shape, dtype=dtype)
     ops.advise_huge_pages(tables)
     for table in tables:

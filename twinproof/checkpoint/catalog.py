@@ -171,7 +171,7 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box], error: type[Twinpro
     dim = max(range(len(shape)), key=lambda d: shape[d], default=0)
     clash = _first_overlap(filled, dim) if shape else (filled[0], filled[1]) if len(filled) > 1 else None
     if clash is not None:
-        raise error("two chunks overlap", got=clash, where=where)
+        raise error("two chunks overlap", got=clash, expected="chunks apart from each other", where=where)
     volume = sum(math.prod(box.sizes) for box in filled)
     if volume != math.prod(shape):
         raise error(
@@ -230,7 +230,7 @@ def parse_sharding(header: Header, file: str) -> Sharding | None:
         shapes = {n: _numbers(value, "global_shape", where) for n, value in info.items() if "global_shape" in value}
     missing = header.entries.keys() - offsets.keys()
     if missing:
-        raise FormatError("tensors without sharding information", got=sorted(missing)[:20], where=where)
+        raise FormatError("tensors without offsets", got=sorted(missing)[:20], expected="offsets of each", where=where)
     for name, entry in header.entries.items():
         if len(offsets[name]) != len(entry.shape):
             place = f"{file}: tensor {name!r}"
@@ -260,7 +260,7 @@ def _as_torch_writes_it(text: str) -> dict[str, Offsets] | None:
 def _numbers(info: Any, key: str, where: str) -> Offsets:
     numbers = info.get(key) if isinstance(info, dict) else None
     if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
-        raise FormatError(f"{key} is not a list of sizes", got=str(info)[:200], where=where)
+        raise FormatError(f"no {key}", got=str(info)[:200], expected="a list of sizes", where=where)
     return tuple(numbers)
 
 
@@ -269,7 +269,7 @@ def _numbers(info: Any, key: str, where: str) -> Offsets:
 
 def _check_member(folder: Path, name: str, where: str) -> None:
     if not name.endswith(SUFFIX):
-        raise FormatError("the index names something that is not a safetensors file", got=name, where=where)
+        raise FormatError("the index names another kind of file", got=name, expected=f"*{SUFFIX}", where=where)
     if name != os.path.basename(name) or re.search(r"[\\:\0]", name) or name.startswith(".."):
         raise FormatError(
             "the index names a path outside its folder", got=name, expected="a plain file name", where=where
@@ -282,18 +282,17 @@ def _check_member(folder: Path, name: str, where: str) -> None:
         if is_link:
             status = os.stat(path)
     except FileNotFoundError:
-        raise CorruptionError("the index names a file that is missing", got=name, where=where) from None
+        raise CorruptionError("the index names a missing file", got=name, expected="it there", where=where) from None
     except (OSError, ValueError) as error:
         raise FormatError(
-            "the index names a file that cannot be opened", got=f"{name!r}: {error}", where=where
+            "the index names what cannot be opened", got=f"{name!r}: {error}", expected="a file beside it", where=where
         ) from None
     if not stat.S_ISREG(status.st_mode):
-        raise FormatError("the index names something that is not a regular file", got=name, where=where)
+        raise FormatError("the index names what is no file", got=name, expected="a regular file", where=where)
     # Hub caches link every file to a blob store beside the snapshot; a link that leaves that tree is an escape.
     if is_link and not _link_stays_near(folder, name):
-        raise FormatError(
-            "the index names a link that leaves its folder", got=f"{name} -> {os.readlink(path)}", where=where
-        )
+        got, expected = f"{name} -> {os.path.realpath(path)}", "a link to this folder, or to the cache's blobs"
+        raise FormatError("the index names a link that leaves its folder", got=got, expected=expected, where=where)
 
 
 def _link_stays_near(folder: Path, name: str) -> bool:
@@ -330,14 +329,15 @@ def read_index(folder: Path) -> Index | None:
         return None
     where = os.fspath(path)
     if not stat.S_ISREG(status.st_mode) or status.st_size > INDEX_BYTES_MAX:
-        raise FormatError("the index is not a regular file of sensible size", got=status.st_size, where=where)
+        got, expected = f"{stat.filemode(status.st_mode)}, {status.st_size}", f"a file of <= {INDEX_BYTES_MAX} bytes"
+        raise FormatError("the index is no file of sensible size", got=got, expected=expected, where=where)
     content = parse_json_object(path.read_bytes(), where)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
-        raise FormatError("the index lacks a weight_map", got=type(weight_map).__name__, where=where)
+        raise FormatError("no weight_map", got=type(weight_map).__name__, expected="name -> file name", where=where)
     for name in weight_map.values():
         if not isinstance(name, str):
-            raise FormatError("weight_map maps names to file names", got=name, where=where)
+            raise FormatError("a value of weight_map is no file name", got=name, expected="text", where=where)
     for name in sorted(set(weight_map.values())):
         _check_member(folder, name, where)
     declared = content.get("metadata")
@@ -509,9 +509,9 @@ class _Builder:
 
     @staticmethod
     def _disagree(name: str, record: TensorRecord, dtype: str, shape: tuple[int, ...], whole: bool, file: str) -> None:
-        where = f"{file}: tensor {name!r}"
+        where, files = f"{file}: tensor {name!r}", [record.chunks[0].file, file]
         if whole or (dtype == record.dtype and len(shape) == len(record.shape)):
-            raise CorruptionError("one tensor stands in two files", got=[record.chunks[0].file, file], where=where)
+            raise CorruptionError("one tensor stands in two files", got=files, expected="one of them", where=where)
         raise CorruptionError(
             "files disagree about dtype or rank",
             got=f"{dtype} {list(shape)}",
@@ -536,9 +536,8 @@ class _Builder:
 def _check_members(weight_map: dict[str, str], headers: dict[str, Header], folder: Path) -> None:
     for name, file in weight_map.items():
         if name not in headers[file].entries:
-            raise CorruptionError(
-                "the index names a tensor that its file lacks", got=name, where=f"{folder / INDEX_NAME}: {file}"
-            )
+            where = f"{folder / INDEX_NAME}: {file}"
+            raise CorruptionError("a file lacks a tensor of the index", got=name, expected="it there", where=where)
 
 
 def read_catalog(path: str | os.PathLike[str]) -> Catalog:
@@ -814,7 +813,7 @@ def check_key(metadata: Mapping[str, str] | None) -> None:
     if metadata is not None:
         check_kind(metadata, Mapping, "metadata", "str -> str")
     if CHECKSUMS_KEY in (metadata or {}):
-        raise ConfigError("this key is kept for checksums", got=CHECKSUMS_KEY, where="metadata")
+        raise ConfigError("this key is kept for checksums", got=CHECKSUMS_KEY, expected="other keys", where="metadata")
 
 
 def _parsed(value: Any, where: str) -> dict[str, int]:
@@ -845,8 +844,9 @@ def expected_sums(catalog: Catalog) -> dict[tuple[str, str], int]:
         for name, crc in sums.items():
             key = catalog.tensors[name].chunks[0].file, name
             if found.setdefault(key, crc) != crc:
+                got, expected = to_text({name: crc}), to_text({name: found[key]})
                 raise CorruptionError(
-                    "index and file state different checksums", got=to_text({name: crc}), where=catalog.where(name)
+                    "index and file state different checksums", got=got, expected=expected, where=catalog.where(name)
                 )
     return found
 
@@ -860,7 +860,7 @@ def states_sums(catalog: Catalog) -> bool:
 def _check_names(sums: Mapping[str, int], known: Iterable[str], where: str) -> None:
     strange = sorted(sums.keys() - set(known))
     if strange:
-        raise CorruptionError("checksums of tensors that are not there", got=strange[:20], where=where)
+        raise CorruptionError("checksums of no tensor", got=strange[:20], expected="names of tensors", where=where)
 
 
 # Verification.
@@ -971,7 +971,9 @@ def _fill(file: Any, view: memoryview, path: str) -> None:
     while view:
         got = file.readinto(view)
         if not got:
-            raise CorruptionError("the file became shorter while it was read", got=f"{len(view)} missing", where=path)
+            raise CorruptionError(
+                "the file became shorter while it was read", got="its end", expected=f"{len(view)} bytes", where=path
+            )
         view = view[got:]
 
 

@@ -568,9 +568,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index and show the checkpoint at one instant; the coordinator only."""
         if self.arrangement is None or self.staging is None:
-            raise PlanError(
-                "nothing was written that could be finished", expected="prepare_global_plan, write_data", where="finish"
-            )
+            raise PlanError("nothing was written", got=None, expected="prepare_global_plan, write_data", where="finish")
         try:
             index = self._index(self.arrangement) if self.options.is_indexed else None
             self.staging.publish(index)
@@ -771,7 +769,8 @@ class HuggingFaceStorageReader(StorageReader):
             stored = torch_dtype(self.catalog.tensors[name].dtype)
             if stored is None or target.is_meta:
                 got = self.catalog.tensors[name].dtype if stored is None else "meta target"
-                raise UnsupportedError("this tensor cannot be loaded", got=got, where=self.catalog.where(name))
+                where, expected = self.catalog.where(name), "a dtype of torch's, and a target with memory"
+                raise UnsupportedError("this tensor cannot be loaded", got=got, expected=expected, where=where)
             _check_places(target, name)
             if target.dtype != stored and not self.cast:
                 wrong[name] = (target.dtype, stored)
@@ -784,7 +783,8 @@ class HuggingFaceStorageReader(StorageReader):
                 )
             result.append((item, target))
         if wrong:
-            raise PlanError("dtypes differ, as (target, saved); cast=True converts", got=wrong, where=str(self.path))
+            expected = "the same, or cast=True, which converts"
+            raise PlanError("dtypes differ, as (target, saved)", got=wrong, expected=expected, where=str(self.path))
         return result
 
 
@@ -801,15 +801,16 @@ def _holding(item: ReadItem, chunks: Iterable[Chunk]) -> Chunk:
                 return chunk
             too_small = chunk
     if too_small is None:
-        raise PlanError("the checkpoint has no chunk at this offset", got=at, where=index.fqn)
+        expected = "the offsets of a saved chunk"
+        raise PlanError("the checkpoint has no chunk at this offset", got=at, expected=expected, where=index.fqn)
     got = f"offsets {tuple(begin)}, lengths {tuple(lengths)}"
     raise PlanError("beyond the chunk at this offset", got=got, expected=too_small.sizes, where=index.fqn)
 
 
 def _check_places(target: torch.Tensor, name: str) -> None:
     if target.layout != torch.strided or target.is_quantized:
-        got = f"{target.dtype}, layout {target.layout}"
-        raise UnsupportedError("a target without dense memory cannot be filled", got=got, where=name)
+        got, expected = f"{target.dtype}, layout {target.layout}", "strided, and not quantized"
+        raise UnsupportedError("a target without dense memory cannot be filled", got=got, expected=expected, where=name)
     # What a wrapper is asked for may be a copy of what it wraps: it would be filled, and forgotten.
     if not has_memory(target):
         got, expected = f"{type(target).__name__} {list(target.shape)}", "a plain tensor, or what the wrapper wraps"
@@ -910,7 +911,8 @@ def _mxfp4(catalog: Catalog, values: str, scales: str, block_size: int) -> Quant
         raise UnsupportedError("not MXFP4 blocks", got=got, expected="U8 [..., G, B]", where=catalog.where(values))
     *before, groups, group = record.shape
     if any(chunk.sizes[-1] != group for chunk in record.chunks):
-        raise UnsupportedError("a group is cut", got="its bytes in several chunks", where=catalog.where(values))
+        where = catalog.where(values)
+        raise UnsupportedError("a group is cut", got="parts in several chunks", expected="it in one chunk", where=where)
     _check_scales(catalog, scales, scale, (*before, groups))
     return Quantized(MXFP4, scales, (*before, 2 * groups * group), group)
 
@@ -1007,8 +1009,10 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         target = waited(planner.resolve_tensor(item).detach())
         name = item.storage_index.fqn
         if target.is_meta or not target.is_floating_point():
-            got = "meta target" if target.is_meta else target.dtype
-            raise UnsupportedError("a quantized tensor is read as floating point", got=got, where=name)
+            got, expected = "meta target" if target.is_meta else target.dtype, "a floating-point target with memory"
+            raise UnsupportedError(
+                "a quantized tensor is read as floating point", got=got, expected=expected, where=name
+            )
         _check_places(target, name)
         if target.size() != item.lengths:
             raise PlanError(

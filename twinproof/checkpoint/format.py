@@ -133,7 +133,9 @@ class Entry(NamedTuple):
         """The torch dtype, or UnsupportedError where torch has none."""
         dtype = torch_dtype(self.kind)
         if dtype is None:
-            raise UnsupportedError("no torch dtype holds this tensor", got=self.kind, where=where)
+            raise UnsupportedError(
+                "no torch dtype holds this tensor", got=self.kind, expected="no F6, and F4 of even width", where=where
+            )
         return dtype
 
     def torch_shape(self) -> tuple[int, ...]:
@@ -172,13 +174,17 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
 def check_name(name: object) -> str:
     """A name that the format can hold, else UnsupportedError."""
     if not isinstance(name, str):
-        raise UnsupportedError("tensor names are strings", got=type(name).__name__, where=repr(name))
+        raise UnsupportedError("not a tensor's name", got=type(name).__name__, expected="strings", where=repr(name))
     if name == METADATA_KEY:
-        raise UnsupportedError("this tensor name is reserved by the format", got=name, where="tensor name")
+        raise UnsupportedError(
+            "this tensor name is reserved by the format", got=name, expected="another name", where="tensor name"
+        )
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise UnsupportedError("tensor names must be valid Unicode", got=ascii(name), where="tensor name") from None
+        raise UnsupportedError(
+            "tensor names must be valid Unicode", got=ascii(name), expected="no lone surrogate", where="tensor name"
+        ) from None
     return name
 
 
@@ -186,7 +192,9 @@ def check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     """User metadata as the format wants it: str -> str, keys sorted. Raises ConfigError."""
     for key, value in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise ConfigError("metadata maps str to str", got={key: value}, where="metadata")
+            raise ConfigError(
+                "metadata maps str to str", got={key: value}, expected="text, key and value", where="metadata"
+            )
     return dict(sorted((metadata or {}).items()))
 
 
@@ -195,7 +203,12 @@ def format_shape(name: str, dtype: torch.dtype, shape: Sequence[int]) -> list[in
     if dtype is not torch.float4_e2m1fn_x2:
         return list(shape)
     if not shape:
-        raise UnsupportedError("a 0-dim float4 tensor has no whole number of format elements", where=name)
+        raise UnsupportedError(
+            "a 0-dim float4 tensor has no whole number of format elements",
+            got=list(shape),
+            expected="at least one dimension",
+            where=name,
+        )
     return [*shape[:-1], shape[-1] * 2]
 
 
@@ -249,7 +262,9 @@ def layout_of(
     """The layout of a file with these tensors. Raises UnstorableError, UnsupportedError, ConfigError."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise UnstorableError("safetensors holds tensors only", got=type(tensor).__name__, where=repr(name))
+            raise UnstorableError(
+                "safetensors holds tensors only", got=type(tensor).__name__, expected="tensors", where=repr(name)
+            )
         check_storable(tensor, name)
     return lay_out([(name, t.dtype, t.shape) for name, t in tensors.items()], metadata, page_align=page_align)
 
@@ -335,7 +350,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_storable(tensor: torch.Tensor, where: str) -> None:
     """Raise UnstorableError for a tensor without plain memory: meta (NoDataError), sparse, quantized, a wrapper."""
     if tensor.is_meta:
-        raise NoDataError("a meta tensor has no data to store", got=list(tensor.shape), where=where)
+        raise NoDataError(
+            "a meta tensor has no data to store", got=list(tensor.shape), expected="a tensor with memory", where=where
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized:
         got = f"{tensor.device.type} tensor, layout {tensor.layout}"
         raise UnstorableError(
@@ -434,12 +451,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
-        raise FormatError("a key stands twice", got=next(n for n in names if names.count(n) > 1), where="JSON")
+        got = next(n for n in names if names.count(n) > 1)
+        raise FormatError("a key stands twice", got=got, expected="distinct keys", where="JSON")
     return result
 
 
 def _no_constant(text: str) -> Any:
-    raise FormatError("not a JSON number", got=text, where="JSON")
+    raise FormatError("not a JSON number", got=text, expected="a finite number", where="JSON")
 
 
 class _Signed(int):
@@ -454,7 +472,7 @@ def _careful_int(text: str) -> int:
 def _careful_float(text: str) -> float:
     value = float(text)
     if value in (math.inf, -math.inf):
-        raise FormatError("a number beyond every range", got=text[:40], where="JSON")
+        raise FormatError("a number beyond every range", got=text[:40], expected="a finite float64", where="JSON")
     return value
 
 
@@ -477,11 +495,11 @@ def parse_json_object(raw: bytes, where: str) -> dict[str, Any]:
             parse_float=_careful_float,
         )
     except FormatError as error:
-        raise FormatError(error.message, got=error.got, where=where) from None
+        raise FormatError(error.message, got=error.got, expected=error.expected, where=where) from None
     except (ValueError, RecursionError) as error:
-        raise FormatError("not valid UTF-8 JSON", got=str(error)[:200], where=where) from None
+        raise FormatError("not valid UTF-8 JSON", got=str(error)[:200], expected="a JSON object", where=where) from None
     if not isinstance(value, dict):
-        raise FormatError("not a JSON object", got=type(value).__name__, where=where)
+        raise FormatError("not a JSON object", got=type(value).__name__, expected="name -> value", where=where)
     return value
 
 
@@ -500,7 +518,9 @@ def _check_unicode(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise FormatError("a lone surrogate in a string", got=str(error), where=where) from None
+        raise FormatError(
+            "a lone surrogate in a string", got=str(error), expected="text that UTF-8 encodes", where=where
+        ) from None
 
 
 def _parse_entry(name: str, fields: Any, where: str) -> Entry:
@@ -511,10 +531,11 @@ def _parse_entry(name: str, fields: Any, where: str) -> Entry:
         count = 1
         for size in shape:
             if type(size) is not int or not 0 <= size < 2**63:
-                raise FormatError("a dimension is not a size", got=size, where=place)
+                raise FormatError("a dimension is not a size", got=size, expected="0 <= size < 2**63", where=place)
             count *= size or 1
         if type(shape) is not list or type(begin) is not int or type(end) is not int:
-            raise FormatError("shape and data_offsets are lists of integers", got=fields, where=place)
+            got, expected = str(fields)[:200], "lists of integers"
+            raise FormatError("not a shape and data_offsets", got=got, expected=expected, where=place)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, FormatError):
             raise
@@ -524,10 +545,12 @@ def _parse_entry(name: str, fields: Any, where: str) -> Entry:
     if len(fields) > _FIELD_COUNT:
         _check_ignored(fields, 2, place)
     if count >= 2**60:
-        raise FormatError("the element count overflows", got=shape, where=place)
+        raise FormatError("the element count overflows", got=shape, expected="< 2**60 elements", where=place)
     need = (0 if 0 in shape else count) * bits
     if need % 8:
-        raise FormatError("a sub-byte tensor must fill whole bytes", got=shape, where=place)
+        raise FormatError(
+            "a sub-byte tensor must fill whole bytes", got=shape, expected="a multiple of 8 bits", where=place
+        )
     if end - begin != need // 8:
         raise FormatError("byte range and shape disagree", got=[begin, end], expected=f"{need // 8} bytes", where=place)
     return Entry(dtype, tuple(shape), begin, end)
@@ -536,7 +559,7 @@ def _parse_entry(name: str, fields: Any, where: str) -> Entry:
 def _parse_metadata(metadata: Any, where: str) -> dict[str, str]:
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
-        raise FormatError("__metadata__ maps str to str", got=str(metadata)[:200], where=where)
+        raise FormatError("__metadata__ of another kind", got=str(metadata)[:200], expected="str -> str", where=where)
     _check_unicode("".join((*metadata, *metadata.values())), where)
     return metadata
 
@@ -597,7 +620,7 @@ def parse_header(
     if split is None:
         metadata = value.pop(METADATA_KEY, None)
     elif METADATA_KEY in value:
-        raise FormatError("a key stands twice", got=METADATA_KEY, where=where)
+        raise FormatError("a key stands twice", got=METADATA_KEY, expected="distinct keys", where=where)
     checked = _parse_metadata(metadata, where)
     entries = {name: _parse_entry(name, fields, where) for name, fields in value.items()}
     _check_unicode("".join(value), where)
@@ -643,7 +666,9 @@ def read_header(path: str | os.PathLike[str], cache: HeaderCache | None = None) 
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise FormatError("not a regular file", got=stat.filemode(status.st_mode), where=where)
+            raise FormatError(
+                "not a regular file", got=stat.filemode(status.st_mode), expected="a file's, as -rw-r--r--", where=where
+            )
         prefix = _read_at(descriptor, LENGTH_BYTES, 0)
         if len(prefix) < LENGTH_BYTES:
             got, expected = f"{len(prefix)} bytes", f"at least {LENGTH_BYTES}"

@@ -139,20 +139,27 @@ class CheckpointPolicy:
             )
         if self.async_mode not in ASYNC_MODES:
             raise ConfigError("not an async mode", got=self.async_mode, expected=ASYNC_MODES, where="async_mode")
-        for option, needed, reason in (
-            (self.last_save_in_hf, self.last_save_model_only, "last_save_in_hf needs last_save_model_only"),
-            (self.initial_load_in_hf, self.initial_load_model_only, "initial_load_in_hf needs initial_load_model_only"),
-            (self.initial_load_in_hf, self.initial_load_path, "initial_load_in_hf needs initial_load_path"),
-            (not self.initial_load_model_only, self.initial_load_path, "a full initial load needs initial_load_path"),
-            (self.initial_load_in_hf_quantized, self.initial_load_in_hf, "a quantized load needs initial_load_in_hf"),
-            (self.export.export_dtype, self.last_save_model_only, "export_dtype needs last_save_model_only"),
-            (self.enable_first_step_checkpoint, not self.load_only, "load_only saves no first step"),
+        for option, needed, name, other in (
+            (self.last_save_in_hf, self.last_save_model_only, "last_save_in_hf", "last_save_model_only"),
+            (self.initial_load_in_hf, self.initial_load_model_only, "initial_load_in_hf", "initial_load_model_only"),
+            (self.initial_load_in_hf, self.initial_load_path, "initial_load_in_hf", "initial_load_path"),
+            (not self.initial_load_model_only, self.initial_load_path, "a full initial load", "initial_load_path"),
+            (self.initial_load_in_hf_quantized, self.initial_load_in_hf, "a quantized load", "initial_load_in_hf"),
+            (self.export.export_dtype, self.last_save_model_only, "export_dtype", "last_save_model_only"),
+            (self.enable_first_step_checkpoint, not self.load_only, "enable_first_step_checkpoint", "load_only=False"),
         ):
             if option and not needed:
-                raise ConfigError(reason, expected="both or neither", where="CheckpointPolicy")
+                raise ConfigError(
+                    f"{name} needs {other}",
+                    got=f"{name} alone",
+                    expected="both, or not the first",
+                    where="CheckpointPolicy",
+                )
         excluded = self.exclude_from_loading
         if _MODEL in excluded:
-            raise ConfigError("the model is always loaded", got=excluded, where="exclude_from_loading")
+            raise ConfigError(
+                "the model is always loaded", got=excluded, expected="other states", where="exclude_from_loading"
+            )
 
 
 @dataclass
@@ -285,7 +292,8 @@ class CheckpointManager:
                 for name, value in (hf_options or {}).items()
             }
             if self._hf_options and not in_hf:
-                raise ConfigError("hf_options need last_save_in_hf", got=sorted(self._hf_options), where="hf_options")
+                got, expected = list(self._hf_options), "none, or last_save_in_hf=True"
+                raise ConfigError("hf_options need last_save_in_hf", got=got, expected=expected, where="hf_options")
             start = None if initial_load_path is None else _standing(local_path(initial_load_path, "initial_load_path"))
             self.policy = CheckpointPolicy(
                 folder=_standing(local_path(folder, "folder")),
@@ -331,7 +339,9 @@ class CheckpointManager:
     def _check_stager(self) -> None:
         mode = self.policy.async_mode
         if self._stager is not None and mode == "disabled":
-            raise ConfigError("a stager without asynchronous saves", got=mode, where="stager")
+            raise ConfigError(
+                "a stager without asynchronous saves", got=mode, expected=f"one of {ASYNC_MODES[1:]}", where="stager"
+            )
         if mode == "async_with_pinned_mem" and self._stager is None and not torch.accelerator.is_available():
             raise ConfigError(
                 "pinned memory needs an accelerator", got="none", expected="async_mode='async'", where="async_mode"
@@ -398,7 +408,8 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ConfigError("the manager is closed: it neither saves nor loads", where=self.policy.folder)
+            got, expected = "a closed manager", "an open one"
+            raise ConfigError("the manager is closed", got=got, expected=expected, where=self.policy.folder)
         if is_gone(self._group):
             raise ConfigError(
                 "the process group was destroyed since the manager was made",
@@ -642,7 +653,10 @@ class CheckpointManager:
             path = policy.initial_load_path
             kind, model_only = detect_format(path), policy.initial_load_model_only
             if policy.initial_load_in_hf and kind is not CheckpointFormat.HF:
-                raise ConfigError("initial_load_in_hf needs an HF checkpoint", got=kind.value, where=path)
+                expected = CheckpointFormat.HF.value
+                raise ConfigError(
+                    "initial_load_in_hf needs an HF checkpoint", got=kind.value, expected=expected, where=path
+                )
         else:
             return None
         if kind is CheckpointFormat.HF and not model_only:
@@ -682,7 +696,10 @@ class CheckpointManager:
         missing = sorted(names - state.keys())
         if missing:
             raise MissingKeyError(
-                "names of the model that the adapter did not give back", got=missing, where="state_dict_adapter.from_hf"
+                "names of the model that the adapter did not give back",
+                got=missing,
+                expected="each name that to_hf was given",
+                where="state_dict_adapter.from_hf",
             )
         return state
 
@@ -758,7 +775,7 @@ def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Map
         result[_OPTIMIZER] = optimizer_states(parts, several) if is_list else optimizers
     taken = sorted(states.keys() & {_MODEL, *result})
     if taken:
-        raise ConfigError("names that the manager uses itself", got=taken, where="states")
+        raise ConfigError("names that the manager uses itself", got=taken, expected="other names", where="states")
     result.update(states)
     check_stateful(result)
     return result
@@ -775,7 +792,8 @@ def _either(value: bool, default: bool, older: bool | None, name: str) -> bool:
 
 def _export(dtype: torch.dtype | str | None, keep: Sequence[str]) -> Export:
     if keep and dtype is None:
-        raise ConfigError("export_keep needs export_dtype", got=list(keep), where="export_keep")
+        expected = "no patterns, or export_dtype"
+        raise ConfigError("export_keep needs export_dtype", got=keep, expected=expected, where="export_keep")
     return Export.make(dtype, keep)
 
 

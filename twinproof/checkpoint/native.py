@@ -120,7 +120,8 @@ def detect_format(path: StrPath) -> CheckpointFormat:
         raise FormatError("not a checkpoint", got=place.name, expected="a folder or a .safetensors file", where=place)
     if not place.is_dir():
         check_put_aside(place)
-        raise MissingCheckpointError("no checkpoint is there", expected="a folder or a .safetensors file", where=place)
+        expected = "a folder or a .safetensors file"
+        raise MissingCheckpointError("no checkpoint is there", got="neither", expected=expected, where=place)
     return one_of(formats_in(place), place)
 
 
@@ -215,9 +216,7 @@ class NativeStorageWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and show the checkpoint; the coordinator only. Raises StorageError."""
         if self.staging is None:
-            raise PlanError(
-                "nothing was written that could be finished", expected="prepare_global_plan, write_data", where="finish"
-            )
+            raise PlanError("nothing was written", got=None, expected="prepare_global_plan, write_data", where="finish")
         with named_errors("writing the metadata", self.target):
             super().finish(metadata, results)
             self._sync([NATIVE_METADATA_NAME])
@@ -283,6 +282,7 @@ class NativeStorageReader(FileSystemReader):
             raise CorruptionError(
                 "a file has not what the metadata says of it",
                 got=f"{type(error).__name__}: {str(error)[:200]}",
+                expected="the bytes and the shape of each chunk",
                 where=os.fspath(self.path),
             ) from error
 
@@ -295,7 +295,9 @@ def _check_reaches(file: str, end_bytes: int) -> None:
     try:
         size_bytes = os.stat(file).st_size
     except FileNotFoundError:
-        raise CorruptionError("the metadata names a file that is missing", got="no file", where=file) from None
+        raise CorruptionError(
+            "the metadata names a file that is missing", got="no file", expected=f">= {end_bytes} bytes", where=file
+        ) from None
     if size_bytes < end_bytes:
         raise CorruptionError(
             "the file is too short for what the metadata says of it",
@@ -558,7 +560,9 @@ def merged(dicts: Any) -> State:
     for found in dicts:
         twice = sorted(result.keys() & found.keys())
         if twice:
-            raise PlanError("parts of the model have the same name", got=twice[:5], where="model")
+            raise PlanError(
+                "parts of the model have the same name", got=twice[:5], expected="distinct names", where="model"
+            )
         result.update(found)
     return result
 
@@ -567,7 +571,12 @@ def beside(state: State, others: State) -> State:
     """Both, which have no name in common: one would be saved in the other's place. Raises PlanError."""
     taken = sorted(state.keys() & others.keys())
     if taken:
-        raise PlanError("a state has the name of a parameter, or of another state", got=taken, where="states")
+        raise PlanError(
+            "a state has the name of a parameter, or of another state",
+            got=taken,
+            expected="distinct names",
+            where="states",
+        )
     return {**state, **others}
 
 
@@ -583,7 +592,8 @@ def check_stateful(states: Mapping[str, Any]) -> None:
     """Demand objects that give and take their states. Raises ConfigError, for a class in place of an object too."""
     wrong = sorted(name for name, value in states.items() if isinstance(value, type) or not isinstance(value, Stateful))
     if wrong:
-        raise ConfigError("no state_dict and load_state_dict", got=wrong, where="states")
+        expected = "objects with both, and no classes"
+        raise ConfigError("no state_dict and load_state_dict", got=wrong, expected=expected, where="states")
 
 
 def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, Any] | None) -> tuple[list[Any], State]:
@@ -671,7 +681,9 @@ def load_training(
     def begun() -> tuple[list[torch.nn.Module], State]:
         if detect_format(path) is not CheckpointFormat.DCP:
             expected, where = "a checkpoint of save_training; HuggingFaceStorageReader loads models", os.fspath(path)
-            raise FormatError("an HF checkpoint holds no optimizer and no step", expected=expected, where=where)
+            raise FormatError(
+                "an HF checkpoint holds no optimizer and no step", got="hf", expected=expected, where=where
+            )
         return _training(model, optimizers, 0, states)
 
     def ended(parts: list[torch.nn.Module], state: State) -> None:

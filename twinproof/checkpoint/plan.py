@@ -195,7 +195,7 @@ class _PackedShards:
         if not blocks:
             return None
         if at not in blocks:
-            raise PlanError("this rank holds no such chunk", got=at, where="HuggingFaceSavePlanner")
+            raise PlanError("this rank holds no such chunk", got=at, expected="the offsets of one it holds", where=fqn)
         box, position = blocks[at]
         local: torch.Tensor = value.to_local()
         return local[tuple(slice(p, p + s) for p, s in zip(position, box.sizes, strict=True))]
@@ -315,7 +315,10 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
                 ", ".join(self.unexpected_keys[:20]),
             )
         if self.strict and self.missing_keys:
-            raise MissingKeyError("names are not in the checkpoint", got=self.missing_keys, where="state_dict")
+            expected = "names of the checkpoint, or allow_partial_load=True"
+            raise MissingKeyError(
+                "names are not in the checkpoint", got=self.missing_keys, expected=expected, where="state_dict"
+            )
         wrong = {
             fqn: (tuple(value.size()), tuple(saved[fqn].size))
             for fqn, value in self.state_dict.items()
@@ -324,7 +327,7 @@ class HuggingFaceLoadPlanner(DefaultLoadPlanner):
             and value.size() != saved[fqn].size
         }
         if wrong:
-            raise PlanError("shapes differ, as (target, saved)", got=wrong, where="state_dict")
+            raise PlanError("shapes differ, as (target, saved)", got=wrong, expected="equal shapes", where="state_dict")
         self._shards = _PackedShards()
         packed = {fqn for fqn, value in self.state_dict.items() if fqn in saved and self._shards.blocks(fqn, value)}
         plan = super().create_local_plan()
@@ -630,7 +633,7 @@ class Export:
     def make(cls, dtype: torch.dtype | str | None, keep: Sequence[str]) -> Export:
         """Raises ConfigError."""
         if isinstance(keep, str) or not isinstance(keep, Sequence):
-            raise ConfigError("export_keep is a sequence of patterns", got=keep, where="export_keep")
+            raise ConfigError("not patterns", got=keep, expected="a sequence of patterns", where="export_keep")
         for pattern in keep:
             check_kind(pattern, str, "export_keep", "patterns that are text")
         return cls(_export(dtype), tuple(keep))
@@ -710,7 +713,7 @@ class WriterOptions:
         check_key(metadata)
         if SHARDING_KEY in (metadata or {}):
             # In a final file it would say that the tensors are parts of others; shard files have their own.
-            raise ConfigError("this key is kept for offsets of shards", got=SHARDING_KEY, where="metadata")
+            raise ConfigError("this key is kept for shards", got=SHARDING_KEY, expected="other keys", where="metadata")
         check_flags(single_file=single_file, **flags)
         if mapping is not None and max_shard_size is not None:
             raise ConfigError(
@@ -720,7 +723,9 @@ class WriterOptions:
                 where="fqn_to_index_mapping, max_shard_size",
             )
         if single_file and (mapping is not None or max_shard_size is not None):
-            raise ConfigError("single_file leaves nothing to split", got=True, where="single_file")
+            raise ConfigError(
+                "single_file leaves nothing to split", got="a rule beside it", expected="it alone", where="single_file"
+            )
         cut = "single_file" if single_file else "max_shard_size" if max_shard_size is not None else None
         if cut is not None and flags.get("save_distributed") and not flags.get("enable_consolidation"):
             raise ConfigError(
@@ -735,7 +740,7 @@ class WriterOptions:
             )
         if single_file and flags.get("checksums"):
             raise ConfigError(
-                "single_file has no index that could hold checksums", expected="max_shard_size", where="checksums"
+                "single_file has no index for checksums", got=True, expected="max_shard_size instead", where="checksums"
             )
         if progress is not None and not callable(progress):
             expected = "a function of (done_bytes, total_bytes)"
@@ -767,7 +772,8 @@ def check_told(told: Sequence[dict[str, Any]]) -> None:
     for name, first in told[0].items():
         for other in told[1:]:
             if other[name] != first:
-                raise ConfigError("ranks ask for different saves", got=other[name], expected=first, where=name)
+                got, expected = repr(other[name]), repr(first)
+                raise ConfigError("ranks ask for different saves", got=got, expected=expected, where=name)
 
 
 def _export(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -804,7 +810,8 @@ def check_mapping(mapping: Mapping[str, int] | None) -> dict[str, int] | None:
     for name, index in mapping.items():
         check_kind(name, str, "fqn_to_index_mapping", "names that are text")
         if type(index) is not int or index < 1:
-            raise ConfigError("a file index is an int from 1", got=index, where=f"fqn_to_index_mapping[{name!r}]")
+            where = f"fqn_to_index_mapping[{name!r}]"
+            raise ConfigError("not a file index", got=index, expected="an int from 1", where=where)
     used = set(mapping.values())
     if len(used) > FILE_COUNT_MAX:
         raise ConfigError(
@@ -852,7 +859,9 @@ def assign_files(
     if mapping is not None:
         missing = sorted(sizes_bytes.keys() - mapping.keys())
         if missing:
-            raise PlanError("names without a file index", got=missing, where="fqn_to_index_mapping")
+            raise PlanError(
+                "names without a file index", got=missing, expected="one each", where="fqn_to_index_mapping"
+            )
         extra = sorted(mapping.keys() - sizes_bytes.keys())
         if extra:
             logger.warning(
@@ -935,9 +944,10 @@ def check_local_plan(plan: SavePlan) -> None:
         assert item.tensor_data is not None
         check_name(item.index.fqn)
         dtype_name(item.tensor_data.properties.dtype, item.index.fqn)
-        if item.tensor_data.properties.layout is not torch.strided:
+        layout = item.tensor_data.properties.layout
+        if layout is not torch.strided:
             raise UnsupportedError(
-                "only strided tensors can be stored", got=item.tensor_data.properties.layout, where=item.index.fqn
+                "a tensor without dense memory cannot be stored", got=layout, expected="strided", where=item.index.fqn
             )
 
 

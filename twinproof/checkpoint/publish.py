@@ -80,6 +80,7 @@ def storage_error(error: OSError, doing: str, path: StrPath) -> StorageError:
     result = StorageError(
         f"{doing} failed: {error.strerror}",
         got=errno.errorcode.get(error.errno or 0, error.errno),
+        expected="no error of the system",
         where=os.fspath(path),
     )
     result.errno, result.strerror, result.filename = error.errno, error.strerror, os.fspath(path)
@@ -228,7 +229,10 @@ def remove_leftover(leftover: Leftover) -> None:
     """Delete it. Raises StorageError; ConfigError for the only copy of a checkpoint."""
     if leftover.is_needed:
         raise ConfigError(
-            "this is the only copy of a checkpoint: rename it back", expected=leftover.target, where=leftover.path
+            "this is the only copy of a checkpoint: rename it back",
+            got="nothing at the target",
+            expected=leftover.target,
+            where=leftover.path,
         )
     try:
         shutil.rmtree(leftover.path) if leftover.path.is_dir() else leftover.path.unlink()
@@ -324,6 +328,7 @@ class Staging:
                 raise CheckpointExistsError(
                     "a checkpoint in a folder that cannot be renamed cannot be replaced atomically",
                     got=self.old_names[:5],
+                    expected="no checkpoint there, or another folder",
                     where=str(self.target),
                 )
             parent, name = (self.target, "") if self.in_place else (self.target.parent, self.target.name)
@@ -342,7 +347,9 @@ class Staging:
         if not self.target.exists():
             return []
         if not self.target.is_dir():
-            raise CheckpointExistsError("the target is not a folder", got="a file", where=str(self.target))
+            raise CheckpointExistsError(
+                "the target is not a folder", got="a file", expected="a folder, or nothing", where=str(self.target)
+            )
         try:
             index = read_index(self.target)
         except TwinproofError:
@@ -556,7 +563,10 @@ def raise_first(failures: Sequence[BaseException | None]) -> None:
     for rank, failure in enumerate(failures):
         if failure is not None:
             raise DistributedError(
-                "another rank failed", got=f"{type(failure).__name__}: {failure}", where=f"rank {rank}"
+                "another rank failed",
+                got=f"{type(failure).__name__}: {failure}",
+                expected="no failure on any rank",
+                where=f"rank {rank}",
             ) from failure
 
 

@@ -208,7 +208,10 @@ def write_shards(
     for index, members in sorted(groups.items()):
         if len({s.name for s in members}) != len(members):
             raise PlanError(
-                "the shard layout holds one chunk of a tensor per rank", got="several", where=f"rank {rank}"
+                "the shard layout holds one chunk of a tensor per rank",
+                got="several",
+                expected="one",
+                where=f"rank {rank}",
             )
         tensors = {s.name: s.data for s in members}
         metadata = _metadata(members, options)
@@ -255,7 +258,10 @@ def record_dtype(catalog: Catalog, name: str) -> torch.dtype:
     dtype = torch_dtype(catalog.tensors[name].dtype)
     if dtype is None:
         raise UnsupportedError(
-            "no torch dtype holds this tensor", got=catalog.tensors[name].dtype, where=catalog.where(name)
+            "no torch dtype holds this tensor",
+            got=catalog.tensors[name].dtype,
+            expected="no F6, and F4 of even width",
+            where=catalog.where(name),
         )
     return dtype
 

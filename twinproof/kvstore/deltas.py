@@ -102,9 +102,11 @@ def read_content(metadata: Mapping[str, str], path: str) -> SavedContent:
     try:
         found = json.loads(metadata[CONTENT_KEY])
     except (KeyError, ValueError) as error:
-        raise FormatError("not the content of a saved store", got=str(error), where=path) from None
+        raise FormatError(
+            "not the content of a saved store", got=str(error), expected=f"JSON under {CONTENT_KEY}", where=path
+        ) from None
     if not isinstance(found, dict):
-        raise FormatError("not the content of a saved store", got=type(found).__name__, where=path)
+        raise FormatError("not the content of a saved store", got=type(found).__name__, expected="dict", where=path)
     try:
         content = SavedContent(
             layouts={name: RowLayout.from_json(json.dumps(value)) for name, value in found["layouts"].items()},
@@ -117,9 +119,13 @@ def read_content(metadata: Mapping[str, str], path: str) -> SavedContent:
             version=int(text),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise FormatError("not the content of a saved store", got=str(error)[:200], where=path) from None
+        expected = "layouts, fingerprints, bases and steps by table"
+        raise FormatError(
+            "not the content of a saved store", got=str(error)[:200], expected=expected, where=path
+        ) from None
     if content.kind not in KINDS or content.form not in FORMS or not content.layouts:
-        raise FormatError("not the content of a saved store", got=(content.kind, content.form), where=path)
+        got, expected = f"{content.kind}, {content.form}", f"one of {KINDS}, one of {FORMS}, and tables"
+        raise FormatError("not the content of a saved store", got=got, expected=expected, where=path)
     return content
 
 

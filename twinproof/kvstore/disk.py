@@ -90,7 +90,9 @@ def read_range(catalog: Catalog, name: str, start: int, length: int) -> torch.Te
         file.seek(chunk.begin + start * math.prod(chunk.sizes[1:]) * rows.element_size())
         got = file.readinto(buffer_of(rows))
     if got != rows.nbytes:
-        raise CorruptionError("the file became shorter while it was read", got=got, where=chunk.file)
+        raise CorruptionError(
+            "the file became shorter while it was read", got=got, expected=rows.nbytes, where=chunk.file
+        )
     return rows
 
 
@@ -170,10 +172,11 @@ class SavedRows(RowSource):
 
     def _shape(self, name: str, dtype: str | None, rank: int) -> tuple[int, ...]:
         if name not in self.catalog.tensors:
-            raise MissingKeyError("a tensor of the saved store is not there", got=name, where=self.path)
+            raise MissingKeyError("a tensor that was not saved", got=name, expected="a saved one", where=self.path)
         record = self.catalog.tensors[name]
         if (dtype is not None and record.dtype != dtype) or len(record.shape) != rank or len(record.chunks) != 1:
-            raise CorruptionError("not a tensor of this kind", got=(record.dtype, record.shape), where=name)
+            got, expected = (record.dtype, record.shape, len(record.chunks)), (dtype, f"{rank} dimensions", 1)
+            raise CorruptionError("not a tensor of this kind", got=got, expected=expected, where=name)
         return record.shape
 
     def saved_table(self, name: str) -> SavedTable:
@@ -210,7 +213,7 @@ class SavedRows(RowSource):
     def file_of(self, name: str) -> str:
         """The file that holds a tensor. Raises MissingKeyError."""
         if not isinstance(name, str) or name not in self.catalog.tensors:
-            raise MissingKeyError("a tensor of the saved store is not there", got=name, where=self.path)
+            raise MissingKeyError("a tensor that was not saved", got=name, expected="a saved one", where=self.path)
         return self.catalog.tensors[name].chunks[0].file
 
     def _check(self, table: str, ids: torch.Tensor, rows: torch.Tensor, start: int) -> None:
@@ -225,7 +228,8 @@ class SavedRows(RowSource):
         """Demand that rows have these keys and are in use. Raises CorruptionError."""
         check_keys(rows, ids, table)
         if not bool(unpack_header(rows).used.all()):
-            raise CorruptionError("a row is not in use", where=f"{self.path}: {table}")
+            where = f"{self.path}: {table}"
+            raise CorruptionError("a row is not in use", got="used=False", expected="used=True", where=where)
 
     def check_order(self, table: str, ids: torch.Tensor, start: int) -> None:
         """Demand that ids from position ``start`` are in their buckets, ascending inside. Raises CorruptionError."""
@@ -234,7 +238,11 @@ class SavedRows(RowSource):
         wrong = bucket_of(ids, self.buckets) != buckets
         unsorted = (ids[1:] <= ids[:-1]) & (buckets[1:] == buckets[:-1])
         if bool(wrong.any()) or bool(unsorted.any()):
-            raise CorruptionError("ids that do not stand in bucket order", where=f"{self.path}: {table}.ids")
+            at = int(wrong.nonzero()[0] if bool(wrong.any()) else unsorted.nonzero()[0] + 1)
+            got, where = f"id {int(ids[at])} at {start + at}", f"{self.path}: {table}.ids"
+            raise CorruptionError(
+                "ids that do not stand in bucket order", got=got, expected="buckets, ascending", where=where
+            )
 
     def chunks(self, table: str, begin: int, end: int, chunk_rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Ids and whole rows of buckets [begin, end), at most ``chunk_rows`` at once; no other rows are read.
@@ -300,7 +308,7 @@ class _SavedReader:
         missing = ids[~self.find(table, ids)]
         if missing.numel():
             got, where = missing[:10].tolist(), f"{self._saved.path}: {table}"
-            raise MissingKeyError("ids that were not saved", got=got, where=where)
+            raise MissingKeyError("ids that were not saved", got=got, expected="ids of the saved table", where=where)
         known, order = self._order(table)
         positions, of_ids = torch.unique(order[torch.searchsorted(known, ids)], return_inverse=True)
         by_position = of_ids.argsort(stable=True)
@@ -612,7 +620,7 @@ def _check_writer_options(options: Mapping[str, Any]) -> None:
     """Refuse options whose files ``load`` would refuse. Raises ConfigError."""
     for name, kept in (("export_dtype", None), ("enable_consolidation", True)):
         if options.get(name, kept) != kept:
-            raise ConfigError("rows saved so could not be loaded", got=options[name], expected=kept, where=name)
+            raise ConfigError("rows saved so could not be loaded", got=options[name], expected=repr(kept), where=name)
 
 
 def _check_chunk(chunk_rows: Any) -> None:

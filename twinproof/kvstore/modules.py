@@ -90,7 +90,8 @@ class _StoreRows(torch.nn.Module):
             raise ConfigError("not a store", got=type(store).__name__, expected="a KVStore", where="store")
         self.store, self.table = store, table_of(store.tables, table)
         if store.layout(self.table).optimizer == "none":
-            raise ConfigError("the rows of this table have no optimizer", where=self.table)
+            got, expected = store.layout(self.table), "an optimizer in the row"
+            raise ConfigError("the rows of this table have no optimizer", got=got, expected=expected, where=self.table)
         # What the first step or the first state dict would refuse.
         Hyper(lr=lr, eps=eps, beta1=beta1, beta2=beta2)
         chosen_buckets(buckets)
@@ -136,7 +137,9 @@ class _StoreRows(torch.nn.Module):
         self._check_names()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not isinstance(self.store, KVStore):
-            raise UnsupportedError("this store gives no state dict", got=type(self.store).__name__, where=prefix)
+            raise UnsupportedError(
+                "this store gives no state dict", got=type(self.store).__name__, expected="a KVStore", where=prefix
+            )
         found = self.store.state_dict(buckets=self.buckets, process_group=self.process_group, tables=(self.table,))
         destination.update({prefix + name.removeprefix(self.table + "."): value for name, value in found.items()})
 
@@ -290,15 +293,20 @@ class KVEmbeddingBag(_StoreRows):
         check_tensor(input, "input")
         if offsets is None:
             if input.dim() != 2:
-                raise ShapeError("ids without offsets are [bags, ids per bag]", got=tuple(input.shape), where="input")
+                got, expected = tuple(input.shape), "[bags, ids per bag]"
+                raise ShapeError("ids without offsets", got=got, expected=expected, where="input")
             return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
         starts = check_ids(check_tensor(offsets, "offsets").contiguous(), "offsets", places_of(input))
         if input.dim() != 1 or (starts.numel() == 0 and input.numel()):
-            raise ShapeError("ids with offsets are [n], in at least one bag", got=tuple(input.shape), where="input")
+            found = f"{tuple(input.shape)} in {starts.numel()} bags"
+            raise ShapeError("ids with offsets", got=found, expected="[n] in at least one bag", where="input")
         ends = torch.cat([starts, starts.new_full((1,), input.numel())])
         # One answer to wait for.
         if starts.numel() and bool((starts[0] != 0) | (ends.diff() < 0).any()):
-            raise ShapeError("offsets that do not cut the ids", got=offsets.tolist()[:10], where="offsets")
+            expected = f"0, and then ascending to at most {input.numel()}"
+            raise ShapeError(
+                "offsets that do not cut the ids", got=offsets.tolist()[:10], expected=expected, where="offsets"
+            )
         return ends
 
 
@@ -406,7 +414,7 @@ class KVTensorWrapper:
     def _opened(self) -> tuple[RowStore, str, int, int]:
         if self._store is None:
             raise DetachedStoreError(
-                "no store was given", expected="set_dram_db_wrapper(store)", where="KVTensorWrapper"
+                "no store was given", got=None, expected="set_dram_db_wrapper(store)", where="KVTensorWrapper"
             )
         table = table_of(self._store.tables, self._table)
         return self._store, table, *self._range(self._store.return_whole_row)
@@ -454,7 +462,10 @@ class KVTensorWrapper:
         raw = as_bytes(check_matrix(weights, checked.numel(), self.shape[1], self.dtype, "weights"))
         whole, layout = self._is_whole(store.layout(table), begin, end), store.layout(table)
         if whole and not torch.equal(from_bytes(raw[:, :8], torch.int64)[:, 0], checked):
-            raise CorruptionError("rows whose keys are not the ids", got=checked.numel(), where=table)
+            keys = from_bytes(raw[:, :8], torch.int64)[:, 0]
+            at = int((keys != checked).nonzero()[0])
+            got, expected, where = int(keys[at]), int(checked[at]), f"{table}: row {at}"
+            raise CorruptionError("rows whose keys are not the ids", got=got, expected=expected, where=where)
         mine = self._stored(checked)
         if self.read_only:
             return

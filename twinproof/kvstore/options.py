@@ -139,7 +139,9 @@ class RowLayout:
                 )
             _name(dtype, f"state_dtypes[{name!r}]")
             if states[name].is_float32 and dtype is not torch.float32:
-                raise ConfigError("the state of row-wise Adagrad is float32", got=dtype, where="state_dtypes")
+                raise ConfigError(
+                    "a state of another dtype", got=dtype, expected=torch.float32, where=f"state_dtypes[{name!r}]"
+                )
         object.__setattr__(self, "state_dtypes", {name: given.get(name, torch.float32) for name in states})
         if self.row_bytes >= ROW_BYTES_END:
             got, most = f"{self.row_bytes} bytes", f"fewer than {ROW_BYTES_END} bytes"
@@ -216,9 +218,15 @@ class RowLayout:
             weight = _DTYPES[content.pop("weight_dtype")]
             layout = cls(content.pop("embedding_dim"), weight, content.pop("optimizer"), states)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise FormatError("not a row layout", got=text[:200], where=f"{type(error).__name__}: {error}") from None
+            got, where = f"{text[:200]} ({type(error).__name__}: {error})", "row layout"
+            raise FormatError(
+                "not a row layout", got=got, expected="the JSON that to_json wrote", where=where
+            ) from None
         if content:
-            raise FormatError("a row layout with unknown fields", got=sorted(content), where="row layout")
+            expected = "embedding_dim, weight_dtype, optimizer, state_dtypes"
+            raise FormatError(
+                "a row layout with unknown fields", got=sorted(content), expected=expected, where="row layout"
+            )
         return layout
 
 
@@ -305,7 +313,8 @@ def check_plain(value: Any, where: str, places: tuple[str, ...] = _CPU) -> torch
         expected = " or ".join(places)
         raise ShapeError("a tensor on another device than the store", got=plain.device, expected=expected, where=where)
     if plain.layout is not torch.strided or not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
-        raise ShapeError("not contiguous; call .contiguous()", got=tuple(plain.stride()), where=where)
+        got = plain.layout if plain.layout is not torch.strided else tuple(plain.stride())
+        raise ShapeError("not contiguous; call .contiguous()", got=got, expected="dense and contiguous", where=where)
     return plain.detach()
 
 
@@ -382,7 +391,7 @@ def float32(value: float) -> float:
     except (OverflowError, struct.error):
         rounded = math.nan
     if not math.isfinite(rounded):
-        raise ConfigError("not a finite float32", got=value, where="value")
+        raise ConfigError("not a finite float32", got=value, expected="a finite number", where="value")
     return rounded
 
 

@@ -155,7 +155,8 @@ def rank_buckets(total_count: int, world_size: int, rank: int) -> tuple[int, int
     for name, number in (("total_count", total_count), ("world_size", world_size), ("rank", rank)):
         check_int(number, name)
     if total_count < 0 or not 0 <= rank < world_size:
-        raise ConfigError("not a rank of a world", got=(total_count, world_size, rank), where="world_size, rank")
+        got, expected = (total_count, world_size, rank), "0 <= total_count, 0 <= rank < world_size"
+        raise ConfigError("not a rank of a world", got=got, expected=expected, where="total_count, world_size, rank")
     share, extra = divmod(total_count, world_size)
     begin = rank * share + min(rank, extra)
     return begin, begin + share + (rank < extra)
@@ -476,7 +477,9 @@ class RowSource:
         checked = self._ids(ids)
         missing = checked[~self.contains(table, checked)]
         if missing.numel():
-            raise MissingKeyError("ids without a row have no score", got=missing[:10].tolist(), where=table)
+            raise MissingKeyError(
+                "ids without a score", got=missing[:10].tolist(), expected="ids with a row", where=table
+            )
         return ((self.metadata(table, checked)[:, 0] >> 32) & COUNT_MAX).to(torch.int32).view(torch.float32)
 
     def contains(self, table: str, ids: torch.Tensor) -> torch.Tensor:

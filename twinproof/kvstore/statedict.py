@@ -215,11 +215,15 @@ def _incoming(store: RowStore, table: str, state: Mapping[str, Any], *, weights_
     target = store.layout(table)
     missing = [name for name in (f"{table}.weight", f"{table}.weight_id") if name not in state]
     if missing:
-        raise MissingKeyError("names are not in the state dict", got=missing, where=table)
+        raise MissingKeyError(
+            "names are not in the state dict", got=missing, expected="weight and weight_id", where=table
+        )
     weight, ids = state[f"{table}.weight"], _flat(state[f"{table}.weight_id"], table)
     _check_memory(weight, f"{table}.weight")
     if torch.unique(ids).numel() != ids.numel():
-        raise CorruptionError("an id stands twice", got=f"{ids.numel()} ids", where=f"{table}.weight_id")
+        found, counts = torch.unique(ids, return_counts=True)
+        got, where = found[counts > 1][:10].tolist(), f"{table}.weight_id"
+        raise CorruptionError("an id stands twice", got=got, expected="distinct ids", where=where)
     if weight.dim() != 2 or weight.shape[0] != ids.numel():
         raise ShapeError("ids and rows differ in number", got=tuple(weight.shape), expected=ids.numel(), where=table)
     step = None if weights_only else _step(state, table)
@@ -232,7 +236,8 @@ def _incoming(store: RowStore, table: str, state: Mapping[str, Any], *, weights_
     states = {name: state[f"{table}.{name}"] for name in target.state_slots if f"{table}.{name}" in state}
     if not weights_only and len(states) < len(target.state_slots):
         absent = sorted(set(target.state_slots) - set(states))
-        raise MissingKeyError("optimizer states are missing; weights_only=True loads without", got=absent, where=table)
+        expected = "all, or weights_only=True"
+        raise MissingKeyError("optimizer states are missing", got=absent, expected=expected, where=table)
     for name, value in states.items():
         _check_values(value, (ids.numel(), target.state_slots[name].count), _FLOATS, f"{table}.{name}")
     metadata = state.get(f"{table}.metadata")
@@ -260,7 +265,7 @@ def _one_step(found: torch.Tensor, table: str) -> int:
 def _check_memory(value: Any, where: str) -> None:
     """Demand lazy rows, or a tensor whose memory can be read, strided any way. Raises UnsupportedError."""
     if not isinstance(value, torch.Tensor):
-        raise UnsupportedError("not a tensor", got=type(value).__name__, where=where)
+        raise UnsupportedError("not a tensor", got=type(value).__name__, expected="a tensor", where=where)
     if isinstance(value, LazyRows):
         return
     # Of a DTensor or a FakeTensor torch would first say in the middle of the load that it has no such memory.
@@ -418,7 +423,8 @@ class KVLoadPlanner(DefaultLoadPlanner):
             value.check_target()
         missing = sorted(lazy.keys() - saved.keys())
         if missing and not self.allow_partial_load:
-            raise MissingKeyError("names are not in the checkpoint", got=missing, where="state_dict")
+            expected = "names of the checkpoint, or allow_partial_load=True"
+            raise MissingKeyError("names are not in the checkpoint", got=missing, expected=expected, where="state_dict")
         rest = {fqn: value for fqn, value in self.state_dict.items() if fqn not in lazy}
         plan = create_default_local_load_plan(rest, self.metadata, not self.allow_partial_load)
         found = {fqn: value for fqn, value in lazy.items() if fqn in saved}

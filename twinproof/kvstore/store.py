@@ -246,7 +246,8 @@ class KVStore(DeltaStore):
         layout = self.layout(table)
         check_int(begin, "begin")
         if not HEADER_BYTES <= begin <= begin + raw.shape[1] <= layout.row_bytes:
-            raise ShapeError("not a range of the row's values", got=(begin, raw.shape[1]), where=table)
+            got, expected = (begin, raw.shape[1]), f"begin and width within bytes {HEADER_BYTES} to {layout.row_bytes}"
+            raise ShapeError("not a range of the row's values", got=got, expected=expected, where=table)
         clean = without_padding(layout, raw, begin)
         self._engine.write(table, checked, clean, begin, self.now(), visit=False)
         self.tell_written(table)
@@ -297,7 +298,9 @@ class KVStore(DeltaStore):
         """
         layout, checked = self.layout(table), check_ids(ids, places=self.places)
         if layout.optimizer == "none":
-            raise ConfigError("this table's rows have no optimizer", got=layout, where=table)
+            raise ConfigError(
+                "this table's rows have no optimizer", got=layout, expected="an optimizer in the row", where=table
+            )
         values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads", places_of(checked))
         floats, now = values.to(torch.float32), self.now()
         with self._step_locks[table]:
@@ -508,8 +511,9 @@ def _tell(listeners: Sequence[Callable[[str], None]], table: str) -> None:
 def _check_whole_row(options: StoreOptions, enabled: bool) -> None:
     check_flags(return_whole_row=enabled)
     if enabled and not options.optimizer_in_row:
+        got, expected = "optimizer_in_row=False", "optimizer_in_row=True"
         raise ConfigError(
-            "whole rows need the optimizer in the row", got="optimizer_in_row=False", where="return_whole_row"
+            "whole rows need the optimizer in the row", got=got, expected=expected, where="return_whole_row"
         )
 
 
@@ -528,7 +532,8 @@ class _LockedReader(Generic[Rows]):
     def _held(self, table: str | None = None) -> Iterator[Rows]:
         with self._lock:
             if self.closed:
-                raise StoreClosedError("the store or snapshot was closed", where=table or next(iter(self.options.rows)))
+                where = table or next(iter(self.options.rows))
+                raise StoreClosedError("the store or snapshot was closed", got="closed", expected="open", where=where)
             yield self._rows
 
     def read(self, table: str, ids: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
@@ -678,5 +683,5 @@ def _flat(ids: Any) -> torch.Tensor:
     if plain.dim() == 2 and plain.shape[1] == 1:
         return plain.reshape(-1)
     if plain.dim() != 1:
-        raise ShapeError("ids are [n] or [n, 1]", got=tuple(plain.shape), where="ids")
+        raise ShapeError("ids of another shape", got=tuple(plain.shape), expected="[n] or [n, 1]", where="ids")
     return plain

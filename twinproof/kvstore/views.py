@@ -193,7 +193,8 @@ class LazyRows(torch.Tensor):
 
     def check_target(self) -> None:
         """Demand that a checkpoint can be loaded into these rows. Raises UnsupportedError."""
-        raise UnsupportedError("rows in memory of their own cannot be loaded into", got=repr(self), where="load")
+        expected = "rows of a store"
+        raise UnsupportedError("rows in memory of their own", got=repr(self), expected=expected, where="load")
 
     def check_found(self, start: int, rows: torch.Tensor) -> None:
         """Demand that rows that a load found fit the place from ``start`` on. Raises CorruptionError."""
@@ -311,7 +312,10 @@ class _Dense(LazyRows):
         # Ids and bucket counts say what the views are views of; a checkpoint of other ids fits none of them.
         held = self._rows[start : start + rows.shape[0]].reshape(rows.shape)
         if not torch.equal(held, rows):
-            raise CorruptionError("a checkpoint of other ids than the views'", got=repr(self), where="load")
+            expected = f"{self!r} with the values it has"
+            raise CorruptionError(
+                "a checkpoint of other ids than the views'", got="others", expected=expected, where="load"
+            )
 
     def accept(self, start: int, rows: torch.Tensor) -> None:
         if self._sink is not None:
@@ -385,7 +389,10 @@ class _HeldReader:
             )
         places, found = self._places(ids)
         if not bool(found.all()):
-            raise MissingKeyError("ids whose rows were left behind", got=ids[~found][:10].tolist(), where=table)
+            got = ids[~found][:10].tolist()
+            raise MissingKeyError(
+                "ids whose rows were left behind", got=got, expected="ids of these views", where=table
+            )
         out.copy_(self._rows[self._order[places], begin - first : end - first])
 
     def find(self, table: str, ids: torch.Tensor) -> torch.Tensor:
@@ -521,7 +528,8 @@ class KVTensor(LazyRows):
         begin, end, dtype = view_slice(layout, self.view_name)
         same = (end - begin, dtype) == (self._range[1] - self._range[0], self.dtype)
         if not same or not self._means_the_same(layout):
-            raise ConfigError("rows of another layout", got=layout, expected=self._layout, where=self.table)
+            expected = self._layout or f"{self._range[1] - self._range[0]} bytes of {self.dtype}"
+            raise ConfigError("rows of another layout", got=layout, expected=expected, where=self.table)
         self._source, self._range = source, (begin, end)
         self._layout = layout
         # It travels as a view of these rows, and not of those that it was made over.

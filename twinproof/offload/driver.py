@@ -183,7 +183,8 @@ def check_devices(devices: set[torch.device], step_device: str) -> None:
             where="step_device='device'",
         )
     if len(devices) > 1:
-        raise ConfigError("one offloader serves one device", got=sorted(map(str, devices)), where="optimizer")
+        got, expected = sorted(map(str, devices)), "parameters on one device"
+        raise ConfigError("one offloader serves one device", got=got, expected=expected, where="optimizer")
     if torch.device("meta") in devices:
         raise ConfigError("parameters without memory", got="meta", expected="model.to_empty(...)", where="optimizer")
 
@@ -454,15 +455,16 @@ def updates_of(optimizer: Optimizer, bundles: Iterable[Bundle], masters: MasterW
                 "not a gradient that the CPU steps with", got=grad.dtype, expected=GRADIENTS, where=where
             )
         if not is_dense(weight):
-            raise UnsupportedError("a parameter with gaps in its memory", got=weight.stride(), where=where)
+            raise UnsupportedError(
+                "a parameter with gaps", got=weight.stride(), expected="strides without gaps", where=where
+            )
         update = Update(bundle, group_of[bundle.param], weight, _in_order(grad, weight), MASTER in bundle.places)
         state = optimizer.state.get(bundle.param, {})
         _check_lasting(bundle, state, weight, where)
         wrong = [n for n in update.state_names if state and (n not in state or state[n].dtype is not torch.float32)]
         if wrong:
-            raise UnsupportedError(
-                "the CPU steps float32 moments", got=f"{wrong} missing or of another dtype", where=where
-            )
+            got, expected = f"{wrong} missing or of another dtype", "each of them as float32"
+            raise UnsupportedError("the CPU steps float32 moments", got=got, expected=expected, where=where)
         found.append(update)
     return found
 
@@ -660,7 +662,8 @@ def expected_states(
         check_plain(value, f"state {name}")
     if isinstance(optimizer, torch.optim.Adafactor) and local is not param:
         # Its factors are means over whole rows and columns, which no rank has.
-        raise UnsupportedError("Adafactor cannot be stepped by shards", got=type(param).__name__, where="Adafactor")
+        got, expected = type(param).__name__, "a whole parameter"
+        raise UnsupportedError("Adafactor cannot be stepped by shards", got=got, expected=expected, where="Adafactor")
     kind: Any = known_kind(type(optimizer))
     # States of a scalar are scalars, which stay where they are.
     if kind is None or local.dim() == 0:
@@ -682,10 +685,9 @@ def expected_states(
         copy = kind([{**options, "params": [probe]}])
         arithmetic_of(kind)(copy)
     except Exception as error:
+        got, expected = f"{type(error).__name__}: {error}", "a step of a meta copy that succeeds"
         raise UnsupportedError(
-            "the states of this parameter cannot be foreseen",
-            got=f"{type(error).__name__}: {error}",
-            where=kind.__name__,
+            "the states of this parameter cannot be foreseen", got=got, expected=expected, where=kind.__name__
         ) from error
     found = {key: value for key, value in copy.state[probe].items() if is_movable(value)}
     if known is not None:
@@ -998,7 +1000,7 @@ def _check_state(
 def _check_kind(param: torch.Tensor, value: torch.Tensor, where: str) -> None:
     """Demand a DTensor on the mesh of a parameter that is one, and numbers that its step can count in."""
     if mesh_of(value) != mesh_of(param):
-        got, expected = mesh_of(value), mesh_of(param)
+        got, expected = mesh_of(value) or "no mesh", mesh_of(param) or "no mesh"
         raise PlanError("a state that is sharded in another way", got=got, expected=expected, where=where)
     if not (value.is_floating_point() or value.is_complex()):
         raise PlanError("a state of whole numbers", got=value.dtype, expected=param.dtype, where=where)

@@ -146,7 +146,8 @@ class OptimizerStateOffloader:
     ) -> None:
         transfers = type(self)._transfers_of
         if transfers is None:
-            raise ConfigError("no transfers are bound", expected="fastimpl.offload or refimpl.offload", where="class")
+            got, expected = type(self).__name__, "the class of fastimpl.offload or refimpl.offload"
+            raise ConfigError("no transfers are bound", got=got, expected=expected, where="class")
         optimizer, kept_masters = unwrapped(optimizer)
         check_attachment(optimizer)
         _check_options(optimizer, fraction, chunk_bytes, slots, step_device, release)
@@ -156,7 +157,12 @@ class OptimizerStateOffloader:
             check_kind(master_weights, MasterWeights, "master_weights", "MasterWeights")
         if kept_masters and (master_weights is not None or step_device == "cpu"):
             got = f"step_device={step_device!r}, master_weights={'given' if master_weights is not None else None}"
-            raise ConfigError("the wrapper keeps and rounds its masters itself", got=got, where="optimizer")
+            raise ConfigError(
+                "the wrapper keeps and rounds its masters itself",
+                got=got,
+                expected="step_device='device' without master_weights",
+                where="optimizer",
+            )
         chosen_release = release or ("on_request" if kept_masters else "at_offload")
         self.optimizer, self.masters = optimizer, master_weights
         self.options = OffloadOptions(
@@ -446,13 +452,15 @@ class OptimizerStateOffloader:
 
     def _check_open(self) -> None:
         if not self._driver.attached:
-            raise ConfigError("this offloader is closed", where=type(self).__name__)
+            raise ConfigError(
+                "this offloader is closed", got="a closed offloader", expected="an open one", where=type(self).__name__
+            )
 
     def _own_masters(self) -> MasterWeights:
         """The masters, once nothing is on its way to or from them."""
         self._check_open()
         if self.masters is None:
-            raise ConfigError("there are no masters", got=None, where="master_weights")
+            raise ConfigError("there are no masters", got=None, expected="MasterWeights", where="master_weights")
         self.settle_for_writing()
         return self.masters
 
@@ -488,7 +496,10 @@ class OptimizerStateOffloader:
         self._others_depth = 0
         if self.engine.is_capturing():
             raise OffloadConflictError(
-                "a graph is being captured: addresses change from step to step", got="capture in progress", where="step"
+                "a graph is being captured: addresses change from step to step",
+                got="capture in progress",
+                expected="a step outside of captures",
+                where="step",
             )
         self._adopt()
 
@@ -662,7 +673,10 @@ def _either(name: str, value: bool, other_name: str, other: bool | None) -> bool
     if other is None:
         return value
     if not value and other:
-        raise ConfigError(f"{name} and {other_name} are one flag", got=(value, other), where="offload")
+        expected = "one of them, or the same twice"
+        raise ConfigError(
+            f"{name} and {other_name} are one flag", got=(value, other), expected=expected, where="offload"
+        )
     return other
 
 

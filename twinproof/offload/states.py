@@ -78,7 +78,10 @@ def check_plain(value: Any, where: str) -> None:
     kind = type(local_of(value)) if isinstance(value, torch.Tensor) else torch.Tensor
     is_plain = getattr(kind, "is_plain_memory", False)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not is_plain:
-        raise UnsupportedError("not a tensor that can be moved as bytes", got=kind.__name__, where=where)
+        expected = "one whose values are its memory"
+        raise UnsupportedError(
+            "not a tensor that can be moved as bytes", got=kind.__name__, expected=expected, where=where
+        )
 
 
 class _Span(NamedTuple):
@@ -395,11 +398,9 @@ class MasterWeights:
         params = check_params(params)
         for param in params:
             if not param.is_floating_point() or param.dtype.itemsize > 4 or param in seen:
-                raise ConfigError(
-                    "masters need distinct floating-point parameters of at most 32 bits",
-                    got=param.dtype,
-                    where="params",
-                )
+                got = "a parameter twice" if param in seen else param.dtype
+                expected = "distinct floating-point parameters of at most 32 bits"
+                raise ConfigError("not parameters that have masters", got=got, expected=expected, where="params")
             if param.is_inference():
                 got = f"one made in inference mode, of shape {tuple(param.shape)}"
                 raise ConfigError("no step can write to such a parameter", got=got, expected="a clone", where="params")
@@ -621,8 +622,8 @@ class MasterWeights:
             if mesh_of(value) != mesh_of(master):
                 raise PlanError(
                     "a master that is sharded in another way",
-                    got=mesh_of(value),
-                    expected=mesh_of(master),
+                    got=mesh_of(value) or "no mesh",
+                    expected=mesh_of(master) or "no mesh",
                     where=f"values[{number}]",
                 )
             if local_of(value).untyped_storage().data_ptr() in homes:

@@ -112,7 +112,7 @@ class KeyedSizes(Keyed, KeyedMoves):
         found = self._inverse_indices
         if found is None:
             if not torch.jit.is_scripting():
-                refuse("config", "this batch carries no inverse indices", None, None, "inverse_indices")
+                refuse("config", "this batch carries no inverse indices", None, "names and rows", "inverse_indices")
             raise ValueError("this batch carries no inverse indices")
         return found
 
@@ -1078,8 +1078,8 @@ def _rows_of(features: KeyedJaggedTensor, name: str) -> torch.Tensor:
     inverse, strides = features.inverse_indices_or_none(), features.stride_per_key()
     if inverse is None:
         if len(set(strides)) > 1:
-            message = "features of different sizes need inverse_indices, which say whose bag each sample has"
-            raise ConfigError(message, got=strides, where="inverse_indices")
+            expected = "one size, or inverse_indices, which say whose bag each sample has"
+            raise ConfigError("features of different sizes", got=strides, expected=expected, where="inverse_indices")
         return torch.arange(strides[features.index_per_key()[name]], device=features.device())
     if name not in inverse[0]:
         raise MissingKeyError("no inverse indices of this feature", got=name, expected=inverse[0], where="batch")

@@ -153,13 +153,13 @@ class EmbeddingConfig:
         for setting in fields(self):
             value = getattr(self, setting.name)
             if setting.name in _REFUSED and value != setting.default:
-                raise UnsupportedError(
-                    f"{setting.name} is not taken: {_REFUSED[setting.name]}", got=value, where=self.name
-                )
+                message, expected = f"{setting.name} is not taken: {_REFUSED[setting.name]}", str(setting.default)
+                raise UnsupportedError(message, got=value, expected=expected, where=self.name)
         low = check_number(self.get_weight_init_min(), f"weight_init_min of {self.name}")
         high = check_number(self.get_weight_init_max(), f"weight_init_max of {self.name}")
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
-            raise ConfigError("not bounds of first weights", got=(low, high), where=self.name)
+            expected = "finite numbers, min <= max"
+            raise ConfigError("not bounds of first weights", got=(low, high), expected=expected, where=self.name)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -236,12 +236,19 @@ def check_tables(tables: Sequence[Any], kind: type[Config]) -> tuple[Config, ...
     found = tuple(copy.copy(own_config(kind, table)) for table in tables)
     names = [table.name for table in found]
     if not tables or len(set(names)) != len(names) or not all(names):
-        raise ConfigError("tables have distinct names, and there is at least one", got=names, where="tables")
+        raise ConfigError(
+            "tables without names of their own",
+            got=names,
+            expected="one table or more, with distinct names",
+            where="tables",
+        )
     for table in found:
         table.check()
         table.feature_names = list(table.feature_names) or [table.name]
         if len(set(table.feature_names)) != len(table.feature_names):
-            raise ConfigError("a table has distinct features", got=table.feature_names, where=table.name)
+            raise ConfigError(
+                "a feature twice in a table", got=table.feature_names, expected="distinct features", where=table.name
+            )
     return found
 
 
@@ -261,7 +268,7 @@ def check_given(
     pairs = (("in_backward", in_backward, "optimizer", optimizer), ("weights", weights, "device", device))
     for name, value, other, unused in pairs:
         if value is not None and unused is not None:
-            raise ConfigError(f"{other} has no effect beside {name}", got=repr(unused), expected=None, where=other)
+            raise ConfigError(f"{other} has no effect beside {name}", got=repr(unused), expected="None", where=other)
     if weights is not None and len(weights) != len(tables):
         raise ConfigError("a weight for each table", got=len(weights), expected=len(tables), where="weights")
     for table, weight in zip(tables, () if weights is None else weights, strict=False):
@@ -433,14 +440,18 @@ def optimizer_in_backward(params: Sequence[torch.nn.Parameter]) -> FusedOptimize
     if any(len(some) != 1 for some in carried):
         got = [len(some) for some in carried]
         raise ConfigError(
-            "tables that are cut together carry one optimizer each, or none does",
+            "tables that are cut together without one optimizer each",
             got=got,
+            expected="one optimizer each, or none",
             where="apply_optimizer_in_backward",
         )
     found = [_as_fused(some[0]) for some in carried]
     if any(one != found[0] for one in found):
         raise ConfigError(
-            "tables that are cut together have one optimizer", got=found, where="apply_optimizer_in_backward"
+            "tables that are cut together with different optimizers",
+            got=found,
+            expected="one optimizer for all",
+            where="apply_optimizer_in_backward",
         )
     return found[0]
 
@@ -464,7 +475,9 @@ def _as_fused(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
     own = {key: value for key, value in group.items() if key in optimizer.defaults}
     others = {key: value for key, value in own.items() if key not in _TAKEN and value}
     if others:
-        raise ConfigError("not taken by an optimizer in the backward", got=others, where=name)
+        raise ConfigError(
+            "not taken by an optimizer in the backward", got=others, expected="each of them 0 or False", where=name
+        )
     parts: dict[str, float] = {key: float(group[key]) for key in ("lr", "eps") if key in group}
     if "betas" in group:
         parts |= {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
@@ -508,7 +521,12 @@ def check_answer(answer: Any, model: torch.nn.Module) -> tuple[Any, Any]:
 def check_losses(losses: Any, model: torch.nn.Module) -> torch.Tensor:
     """Losses of a model in training: a tensor that a backward can begin at. Raises ConfigError."""
     if losses is None:
-        raise ConfigError("a model in training returns losses", got=None, where=type(model).__name__)
+        raise ConfigError(
+            "a model in training returned no losses",
+            got=None,
+            expected="a tensor of losses",
+            where=type(model).__name__,
+        )
     if not isinstance(losses, torch.Tensor):
         got, expected = type(losses).__name__, "a torch.Tensor with a gradient"
         raise ConfigError("losses are a tensor", got=got, expected=expected, where=type(model).__name__)

@@ -197,7 +197,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     def _refuse_late(self, calls: list[Call]) -> None:
         late = [call.name for call in calls if self.options.strict and self.is_late(call)]
         if late:
-            raise ConfigError("the optimizer updates parameters that a lookup reads", got=late, where="strict")
+            raise ConfigError("the optimizer updates what a lookup reads", got=late, expected="no such", where="strict")
 
     def _drive(self) -> None:
         self.calls = self._traces.calls
@@ -231,7 +231,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """One step; see the class. Raises StopIteration when no batch is left."""
         if self._failed:
-            raise PipelineError("a step failed on this or another rank; reset() the pipeline", where="progress")
+            raise PipelineError("a step failed on some rank", got="progress()", expected="reset()", where="progress")
         if self._attachment is None:
             self.attach(sparse_dist=False)
         elif self._traces.follow(self._refuse_late) or self._attachment.is_overlaid():
@@ -391,7 +391,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         if failures:
             raise failures.pop()
         if agreed == _FAILED:
-            raise DistributedError("the loader of another rank failed, or the copy of its batch", where="progress")
+            got, expected = "a loader that failed, or the copy of its batch", "a batch, or the loader's end"
+            raise DistributedError("another rank gave no batch", got=got, expected=expected, where="progress")
         if agreed == _EXHAUSTED:
             self._dataloader_exhausted = True
             return None
@@ -401,7 +402,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     def _next(self) -> In:
         batch = next(self._loader())
         if batch is None:
-            raise ConfigError("the loader gave None in place of a batch", got=None, where=f"batch {self.pulled_count}")
+            raise ConfigError("the loader gave None", got=None, expected="a batch", where=f"batch {self.pulled_count}")
         self.pulled_count += 1
         return batch
 
@@ -643,7 +644,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         for in_flight in (*self._queue, self._made):
             if in_flight is not None and in_flight.given_context is context:
                 return in_flight
-        raise PipelineError("the context of no batch in flight", got=type(context).__name__, where="a stage")
+        got, expected = type(context).__name__, "the context of one"
+        raise PipelineError("the context of no batch in flight", got=got, expected=expected, where="a stage")
 
     def _adopted(self, batch: Any, context: Any = None) -> BatchContext:
         """A batch that somebody else moved to the device, in flight."""
@@ -1071,7 +1073,7 @@ class EvalPipelineFusedSparseDist(TrainPipelineFusedSparseDist[In, Out]):
             where = (
                 "embedding_lookup_before_optimizer" if embedding_lookup_before_optimizer else "reduce_dense_gradients"
             )
-            raise ConfigError("an evaluation has no optimizer", got=True, where=where)
+            raise ConfigError("an evaluation has no optimizer", got=True, expected=False, where=where)
         super().__init__(
             model,
             optimizer,

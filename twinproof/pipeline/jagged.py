@@ -306,7 +306,7 @@ def check_ids(bags: Bags) -> None:
     """Demand what a lookup can read: flat int64 or int32 ids, and one real weight for each. Raises ShapeError."""
     if bags.indices.dim() != 1 or bags.indices.dtype not in _IDS:
         found = (tuple(bags.indices.shape), bags.indices.dtype)
-        raise ShapeError("ids that are looked up are int64 or int32, and flat", got=found, where="values")
+        raise ShapeError("not ids that can be looked up", got=found, expected="flat int64 or int32", where="values")
     if bags.weights is not None and bags.weights.shape != bags.indices.shape:
         raise ShapeError(
             "one weight for each id", got=tuple(bags.weights.shape), expected=bags.indices.numel(), where="weights"
@@ -349,7 +349,9 @@ def check_places(bags: Bags, weights: Sequence[torch.Tensor]) -> None:
     parts = [bags.indices, *weights, *(() if bags.weights is None else (bags.weights,))]
     places = {part.device for part in parts}
     if len(places) > 1 and torch.device("meta") in places:
-        raise ConfigError("a batch and tables of which one is on meta", got=places, where="lookup")
+        raise ConfigError(
+            "a batch and tables of which one is on meta", got=places, expected="all or none", where="lookup"
+        )
 
 
 def joined_rows(parts: list[tuple[list[str], list[str], torch.Tensor]]) -> tuple[list[str], torch.Tensor]:
@@ -432,11 +434,13 @@ def recorded(stream: Any, *parts: Any) -> None:
 
 
 def _no_weights() -> None:
-    raise ConfigError("this batch carries no weights", where="weights")
+    raise ConfigError("this batch carries no weights", got=None, expected="one for each value", where="weights")
 
 
 def _no_bags() -> None:
-    raise ConfigError("this batch has neither lengths nor offsets", where="lengths")
+    raise ConfigError(
+        "this batch has neither lengths nor offsets", got=None, expected="at least one of them", where="lengths"
+    )
 
 
 def _count_fits(lengths: torch.Tensor, values: torch.Tensor) -> None:
@@ -614,7 +618,9 @@ class JaggedTensor(Eager, metaclass=JaggedMeta):
     @torch.jit.unused
     def _check(self) -> None:
         if self._lengths is None and self._offsets is None:
-            raise ConfigError("at least one of lengths and offsets", where="JaggedTensor")
+            raise ConfigError(
+                "neither lengths nor offsets", got=None, expected="at least one of them", where="JaggedTensor"
+            )
         if not torch.compiler.is_compiling():
             check_integers(self._lengths, "lengths", "JaggedTensor")
             check_integers(self._offsets, "offsets", "JaggedTensor")
@@ -817,7 +823,9 @@ class KeyedMoves(Eager):
         if self._checked or _is_traced() or not self._keys or any(type(p) not in _PLAIN for p in parts):
             return
         if lengths is None and (offsets is None or (offsets.numel() == 0 and self._values.numel() > 0)):
-            raise ConfigError("at least one of lengths and offsets", got=offsets, where="KeyedJaggedTensor")
+            raise ConfigError(
+                "neither lengths nor offsets", got=offsets, expected="at least one of them", where="KeyedJaggedTensor"
+            )
         self._check_strides(lengths.numel() if lengths is not None else max(len(self.offsets()) - 1, 0))
         count = self._values.shape[0]
         if self._weights is not None and self._weights.shape[0] < count:
@@ -932,8 +940,8 @@ class KeyedMoves(Eager):
         """Demand parts that make one batch."""
         others = [type(part) for part in parts if not isinstance(part, KeyedMoves)]
         if others:
-            message = "not batches of ours: make each by KeyedJaggedTensor(keys, values, weights, lengths)"
-            raise UnsupportedError(message, got=others, where="concat")
+            expected = "KeyedJaggedTensor(keys, values, weights, lengths)"
+            raise UnsupportedError("not batches of ours", got=others, expected=expected, where="concat")
         for part in parts:
             part._check_features()
             part._check_weights()
@@ -945,15 +953,21 @@ class KeyedMoves(Eager):
         }
         for name, found in facts.items():
             if any(found) != all(found):
-                raise ConfigError(f"some parts have {name} and some have none", got=found, where="concat")
+                raise ConfigError(
+                    f"some parts have {name} and some have none", got=found, expected="all or none", where="concat"
+                )
         rank_counts = [len(row) for part in parts for row in part.stride_per_key_per_rank()[:1]]
         if len(set(rank_counts)) > 1:
-            raise ShapeError("parts of different numbers of ranks", got=rank_counts, where="concat")
+            raise ShapeError(
+                "parts of different numbers of ranks", got=rank_counts, expected="one number", where="concat"
+            )
         sample_counts = [part.inverse_indices()[1].shape[-1] for part in parts if part.inverse_indices_or_none()]
         if len(set(sample_counts)) > 1:
-            raise ShapeError("inverse indices of different numbers of samples", got=sample_counts, where="concat")
+            message = "inverse indices of different numbers of samples"
+            raise ShapeError(message, got=sample_counts, expected="one number", where="concat")
         if not any(variable) and len({part.stride() for part in parts}) > 1:
-            raise ShapeError("parts of different stride", got=[part.stride() for part in parts], where="concat")
+            got = [part.stride() for part in parts]
+            raise ShapeError("parts of different stride", got=got, expected="one stride", where="concat")
 
     def _map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """The same batch with every part moved; strides stay on the host."""
@@ -995,7 +1009,8 @@ class KeyedMoves(Eager):
             raise ConfigError("not a batch of these features", got=list(kjt.keys()), expected=self._keys, where="copy_")
         mine, theirs = self._inverse_indices, kjt.inverse_indices_or_none()
         if (mine is None) != (theirs is None):
-            raise ConfigError("one batch has inverse indices and one has none", where="copy_")
+            found, due = ("none", "some") if theirs is None else ("some", "none")
+            raise ConfigError("one batch has inverse indices and one has none", got=found, expected=due, where="copy_")
         if mine is not None and mine[1].shape != theirs[1].shape:
             got, expected = tuple(theirs[1].shape), tuple(mine[1].shape)
             raise ShapeError("not inverse indices of these sizes", got=got, expected=expected, where="copy_")

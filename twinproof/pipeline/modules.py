@@ -522,7 +522,7 @@ def _are_on_meta(features: KeyedJaggedTensor, weight: torch.Tensor, where: str) 
     """Whether a batch and the tables are. Raises ConfigError where one of both is."""
     if features.values().is_meta != weight.is_meta:
         found = (features.device(), weight.device)
-        raise ConfigError("a batch and tables of which one is on meta", got=found, where=where)
+        raise ConfigError("a batch and tables of which one is on meta", got=found, expected="all or none", where=where)
     return weight.is_meta
 
 
@@ -693,9 +693,9 @@ class EmbeddingCollection(BoundToLookup):
         super().__init__()
         check_flags(need_indices=need_indices, use_gather_select=use_gather_select)
         if use_gather_select or use_gather_select_per_sharding:
-            raise UnsupportedError(
-                "use_gather_select is of sharded collections, which are not here", got=True, where="use_gather_select"
-            )
+            where = "use_gather_select" if use_gather_select else "use_gather_select_per_sharding"
+            got = use_gather_select or use_gather_select_per_sharding
+            raise UnsupportedError("a setting of sharded collections", got=got, expected="its default", where=where)
         self._configs, self._need_indices = check_tables(tables, EmbeddingConfig), need_indices
         if any(hasattr(table, "pooling") for table in tables):
             raise ConfigError("rows are not pooled here", got="pooling", expected="EmbeddingConfig", where="tables")
@@ -703,7 +703,7 @@ class EmbeddingCollection(BoundToLookup):
         self.bounds_check = check_bounds_kind(bounds_check)
         widths = sorted({table.embedding_dim for table in self._configs})
         if len(widths) > 1:
-            raise ConfigError("tables of one collection have one embedding_dim", got=widths, where="tables")
+            raise ConfigError("tables of different embedding_dim", got=widths, expected="one for all", where="tables")
         self._embedding_dim = widths[0]
         check_names(self._configs)
         self.embeddings = torch.nn.ModuleDict({table.name: _rows_module(table, device) for table in self._configs})

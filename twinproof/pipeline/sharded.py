@@ -137,7 +137,8 @@ class TableShard(torch.Tensor):
             return args[0]
         if func is aten._to_copy.default and options.keys() == {"dtype"}:
             return args[0]._with_local(lambda part: part.to(options["dtype"]), options["dtype"])
-        raise UnsupportedError("a part of a table, not the table: use to_local()", got=str(func), where="TableShard")
+        expected = "an operation on its to_local()"
+        raise UnsupportedError("a part of a table, not the table", got=str(func), expected=expected, where="TableShard")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self._local is None:
@@ -172,7 +173,7 @@ def check_part(target: TableShard, value: Any, where: str) -> None:
         ShapeError: another shape, place or dtype. UnsupportedError: not a tensor, or one whose values are not at hand.
     """
     if not isinstance(value, torch.Tensor):
-        raise UnsupportedError("not a tensor", got=type(value).__name__, where=where)
+        raise UnsupportedError("not a tensor", got=type(value).__name__, expected="a tensor", where=where)
     held = value.to_local() if isinstance(value, TableShard) else value
     # A copy of such would raise when other tables are filled already. What is on meta itself takes no values.
     local = target.to_local()
@@ -286,7 +287,10 @@ class TableParts:
         views = self.views(states=True)
         missing = sorted({*views, STEP} - set(state))
         if missing:
-            raise MissingKeyError("names are not in the state dict", got=missing, where="optimizer state")
+            expected = "each name of optimizer_state_dict()"
+            raise MissingKeyError(
+                "names are not in the state dict", got=missing, expected=expected, where="optimizer state"
+            )
         step = int(state[STEP])
         for name, view in views.items():
             check_part(view, state[name], name)
@@ -542,8 +546,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def _check_processed(self) -> None:
         unfit = [sharding.rule for sharding in self.plan if sharding.rule.is_partial or sharding.rule.is_replicated]
         if self.feature_processors is not None and unfit:
-            got = sorted({sharding.kind for sharding in self.plan})
-            raise ConfigError("feature processors need whole bags on one rank", got=got, where="plan")
+            got, expected = sorted({sharding.kind for sharding in self.plan}), "table_wise or column_wise"
+            raise ConfigError(
+                "feature processors need whole bags on one rank", got=got, expected=expected, where="plan"
+            )
 
     def _make_tables(self, collection: Any, seed: int) -> torch.nn.ModuleDict:
         """What stands under each table's name: parameters of replicated tables, then this rank's parts of cut ones."""
@@ -844,7 +850,10 @@ def _optimizer_of(collection: Any, tables: Sequence[Any], optimizer: FusedOptimi
     carried = optimizer_in_backward([collection.embedding_bags[table.name].weight for table in tables])
     if carried is not None and optimizer is not None:
         raise ConfigError(
-            "an optimizer here, and another that the tables carry", got=(optimizer, carried), where="optimizer"
+            "an optimizer here, and another that the tables carry",
+            got=(optimizer, carried),
+            expected="one of them",
+            where="optimizer",
         )
     chosen = carried if optimizer is None else optimizer
     return FusedOptimizer() if chosen is None else chosen

@@ -78,7 +78,12 @@ class Awaitable(Generic[Value]):
                 traceback.clear_frames(error.__traceback__)
             except BaseException as error:
                 # Half of an exchange cannot be ended by another try.
-                self._failure = DistributedError("interrupted in the middle", got=type(error).__name__, where="wait")
+                self._failure = DistributedError(
+                    "interrupted in the middle",
+                    got=type(error).__name__,
+                    expected="an exchange to its end",
+                    where="wait",
+                )
                 raise
         if self._failure is not None:
             failures = [self._failure]
@@ -187,7 +192,8 @@ class ColumnWise(ShardingKind):
     def check(self, table: EmbeddingBagConfig, ranks: Sequence[int]) -> None:
         """Distinct ranks, at most one for each column."""
         if not 1 <= len(set(ranks)) == len(ranks) <= table.embedding_dim:
-            raise ConfigError("columns need distinct ranks, at most D", got=tuple(ranks), where=table.name)
+            expected = f"1 to {table.embedding_dim} distinct ranks"
+            raise ConfigError("not ranks of blocks of columns", got=tuple(ranks), expected=expected, where=table.name)
 
     def shards(self, index: int, table: EmbeddingBagConfig, ranks: Sequence[int], world_size: int) -> list[Shard]:
         """Blocks of ceil(D / ranks) columns."""
@@ -307,7 +313,7 @@ class TableSharding:
         is_stored, found = self.rule.is_stored, (isinstance(self.buckets, Buckets), hasattr(self.store, "layout"))
         for name, is_one, value in zip(("buckets", "store"), found, (self.buckets, self.store), strict=True):
             if is_stored != is_one or (value is not None and not is_stored):
-                expected = f"the {name} of a KVStore's table" if is_stored else None
+                expected = f"the {name} of a KVStore's table" if is_stored else "None"
                 raise ConfigError(f"not the {name} of {self.kind}", got=repr(value), expected=expected, where=name)
 
     @property

@@ -407,7 +407,8 @@ def _calls_in(graph: torch.fx.Graph, inner: torch.nn.Module, *, pipeline_postpro
             why = "the forward changes its input in place"
         # What is prepared belongs to one call: in whichever order, no other one may find it, or find nothing.
         if name in calls or (name in left and not why):
-            raise ConfigError("a sharded module is called twice in one forward", got=name, where=type(inner).__name__)
+            message, expected = "a sharded module is called twice in one forward", "one call of each"
+            raise ConfigError(message, got=name, expected=expected, where=type(inner).__name__)
         if why:
             logger.warning("%s is not pipelined: %s", name, why)
             left.add(name)
@@ -556,8 +557,9 @@ class Prepared:
             return self._result_of(self._name, (args, kwargs))
         except KeyError:
             raise PipelineError(
-                "a module of a pipeline was called when nothing was prepared for it: detach() the pipeline before the "
-                "model is called directly, and call the module once in a forward",
+                "a module of a pipeline was called when nothing was prepared for it",
+                got="a call",
+                expected="detach() before the model is called directly, and the module once in a forward",
                 where=self._name,
             ) from None
 
@@ -717,7 +719,12 @@ class DenseGradients:
         counts: list[int] = present.tolist()
         sparse = [name for name, count in zip(self.names, counts, strict=True) if count > world_size]
         if sparse:
-            raise ConfigError("sparse gradients are not reduced", got=sparse, where="reduce_dense_gradients")
+            raise ConfigError(
+                "sparse gradients are not reduced",
+                got=sparse,
+                expected="dense gradients",
+                where="reduce_dense_gradients",
+            )
         used = [param for param, count in zip(self.params, counts, strict=True) if count]
         for params in _alike(used):
             grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
@@ -869,14 +876,16 @@ def check_placement(
             "embedding_lookup_after_data_dist": after_dist,
             "embedding_lookup_after_opt": after_opt,
         }
-        raise ConfigError("placements of the lookup that contradict", got=placements, where="lookup")
+        raise ConfigError(
+            "placements of the lookup that contradict", got=placements, expected="at most one place", where="lookup"
+        )
     if use_emb_lookup_stream is None:
         return Placed(emb_lookup_stream, after_dist, before)
     stream = "new" if use_emb_lookup_stream else "data_dist"
     # The default cannot be told from a stream that was asked for, any other can.
     if emb_lookup_stream not in ("data_dist", stream):
         streams = {"emb_lookup_stream": emb_lookup_stream, "use_emb_lookup_stream": use_emb_lookup_stream}
-        raise ConfigError("lookup streams that contradict", got=streams, where="emb_lookup_stream")
+        raise ConfigError("lookup streams that contradict", got=streams, expected=stream, where="emb_lookup_stream")
     return Placed(stream, after_dist, before)
 
 
@@ -888,7 +897,8 @@ def check_overrides(kind: type) -> None:
             return
         overridden = [name for name in NOT_CALLED if name in vars(each)]
         if overridden:
-            raise ConfigError("methods that no stage of this pipeline calls", got=overridden, where=each.__qualname__)
+            message = "methods that no stage of this pipeline calls"
+            raise ConfigError(message, got=overridden, expected="none of them", where=each.__qualname__)
 
 
 def move_batch(
@@ -926,8 +936,12 @@ def _asked_to_go(batch: Any, device: torch.device, copy_stream: Any) -> Any:
     if copy_stream is None:
         return batch.to(device, non_blocking=True)
     if "data_copy_stream" not in inspect.signature(batch.to).parameters:
-        where = "enable_inplace_copy_batch"
-        raise ConfigError("a batch whose to() takes no data_copy_stream", got=type(batch).__name__, where=where)
+        raise ConfigError(
+            "a batch whose to() takes no data_copy_stream",
+            got=type(batch).__name__,
+            expected="to(device, non_blocking, data_copy_stream)",
+            where="enable_inplace_copy_batch",
+        )
     return batch.to(device, non_blocking=True, data_copy_stream=copy_stream)
 
 
@@ -1075,4 +1089,5 @@ def _each_tensor(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
     if hasattr(result, "weights_or_none") and not hasattr(result, "keys"):
         values = _each_tensor(result.values(), change)
         return type(result)(values, result.weights_or_none(), lengths=result.lengths())
-    raise PipelineError("a lookup's result that cannot be cut off", got=type(result).__name__, where="lookup")
+    got, expected = type(result).__name__, "a tensor, KeyedTensor or JaggedTensor, or a dict of them"
+    raise PipelineError("a lookup's result that cannot be cut off", got=got, expected=expected, where="lookup")

@@ -38,7 +38,12 @@ class TorchrecModels:
         if is_collection and interval_batches is not None:
             counted = self._current if context is None else context
             if counted is None:
-                raise PipelineError("outside of a step a context says which batch", got=None, where="sync_embeddings")
+                raise PipelineError(
+                    "outside of a step a context says which batch",
+                    got=None,
+                    expected="the context of a batch",
+                    where="sync_embeddings",
+                )
             if counted.index % interval_batches == 0:
                 model.sync()
 
@@ -50,7 +55,12 @@ class TorchrecModels:
         """
         injection: Any = sys.modules.get("torchrec.distributed.train_pipeline.backward_injection")
         if injection is None or not isinstance(site, injection.InjectionSite):
-            raise ConfigError("not one of torchrec's injection sites", got=type(site), where="register_backward_hook")
+            raise ConfigError(
+                "not one of torchrec's injection sites",
+                got=type(site),
+                expected="an InjectionSite",
+                where="register_backward_hook",
+            )
         injection.register_backward_hook(site, unwrapped(self._model), lambda grad: work(self))
 
 
@@ -97,7 +107,9 @@ class QueueView(MutableSequence[Any]):
 
     def __delitem__(self, index: SupportsIndex | slice) -> None:
         if isinstance(index, slice):
-            raise PipelineError("one at a time", got=index, where="batches and contexts of a pipeline")
+            raise PipelineError(
+                "one at a time", got=index, expected="an index", where="batches and contexts of a pipeline"
+            )
         batch = self._items()[index.__index__()]
         if batch in self._left:
             self._left.remove(batch)
@@ -113,7 +125,10 @@ class QueueView(MutableSequence[Any]):
         elif lacking and not self._is_batches:
             lacking[0].given_context = value
         else:
-            raise PipelineError("only batches, then their contexts, at the end", got=index, where=self._attribute)
+            expected = "a batch at the end, or the context of one that lacks it"
+            raise PipelineError(
+                "batches come at the end, and contexts after them", got=index, expected=expected, where=self._attribute
+            )
 
     def append(self, value: Any) -> None:
         """See ``insert``."""

@@ -131,8 +131,8 @@ short_files_verified = patched(
     "A file that ends early while it is verified passes for one that was damaged.",
     mutated(
         f"{_CATALOG}:_fill",
-        'raise CorruptionError("the file became shorter while it was read", got=f"{len(view)} missing", where=path)',
-        "break",
+        "if not got:",
+        "if not got:\n            break\n        if False:",
     ),
     kills="CKPT-759",
 )
@@ -145,8 +145,8 @@ names_that_are_numbers = patched(
     "Names of tensors that are no text are stored as text.",
     mutated(
         "twinproof.checkpoint.format:check_name",
-        'raise UnsupportedError("tensor names are strings", got=type(name).__name__, where=repr(name))',
-        "name = str(name)",
+        "if not isinstance(name, str):",
+        "if not isinstance(name, str):\n        name = str(name)\n    if False:",
     ),
     kills="CKPT-760",
 )

@@ -64,7 +64,9 @@ def leftovers_refused(original: Any, parent: Any, name: str) -> None:
     """A save refuses to run beside what an interrupted one left."""
     leftovers = [found for found in os.listdir(parent) if found.startswith(f".{name}.saving-")]
     if leftovers:
-        raise CheckpointExistsError("an interrupted save left files", got=leftovers, where=str(parent))
+        raise CheckpointExistsError(
+            "an interrupted save left files", got=leftovers, expected="none of them", where=str(parent)
+        )
 
 
 @fault(kills="CKPT-300", at="twinproof.checkpoint.publish:Staging._publish_folder")

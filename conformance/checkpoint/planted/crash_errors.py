@@ -100,7 +100,9 @@ def publication_fails_unnamed(original: Any, staging: Any, index: Any) -> None:
     try:
         original(staging, index)
     except StorageError:
-        raise StorageError("publishing failed", where=str(staging.target)) from None
+        raise StorageError(
+            "publishing failed", got=None, expected="no error of the system", where=str(staging.target)
+        ) from None
 
 
 @fault(kills="CKPT-318", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter._make_group")

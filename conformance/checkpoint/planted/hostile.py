@@ -44,7 +44,7 @@ def foreign_dtype_blocks(original: Any, name: str, fields: Any, where: str) -> A
     """A tensor that torch cannot hold blocks its file; it does in torch's reader."""
     entry = original(name, fields, where)
     if entry.dtype.startswith("F6") or entry.kind != entry.dtype:
-        raise FormatError("no torch dtype", got=entry.dtype, where=where)
+        raise FormatError("no torch dtype", got=entry.dtype, expected="no F6, and F4 of even width", where=where)
     return entry
 
 

@@ -13,7 +13,8 @@ from twinproof.errors import FormatError
 def unknown_fields_refused(original: Any, name: str, fields: Any, where: str) -> Any:
     """A tensor's header with a field besides dtype, shape and data_offsets is refused."""
     if isinstance(fields, dict) and len(fields) > 3:
-        raise FormatError("unknown field", got=sorted(fields), where=f"{where}: tensor {name!r}")
+        expected, place = "dtype, shape, data_offsets", f"{where}: tensor {name!r}"
+        raise FormatError("unknown field", got=sorted(fields), expected=expected, where=place)
     return original(name, fields, where)
 
 

@@ -40,20 +40,24 @@ error_of_a_sender_lost = patched(
 )
 
 
-@fault(kills="CKPT-557", at="refimpl.checkpoint:GatherAndSave.write")
+@fault(kills="CKPT-557", at="refimpl.checkpoint:GatherAndSave.prepare")
 def reference_forgets_why(original: Any, engine: Any, job: Any, *rest: Any) -> Any:
     """The same in the reference."""
     try:
         return original(engine, job, *rest)
     except LookupError:
-        raise DistributedError("a sending rank failed", where=f"rank {job.rank}") from None
+        raise DistributedError(
+            "a sending rank failed", got=None, expected="the bytes of every sender", where=f"rank {job.rank}"
+        ) from None
 
 
 @fault(kills="CKPT-651", at="twinproof.checkpoint.dcp:sendable")
 def odd_errors_are_nameless(original: Any, error: Any) -> Any:
     """An error that cannot be sent is told without its name."""
     found = original(error)
-    return found if found is error else DistributedError("an error that cannot be sent")
+    if found is error:
+        return found
+    return DistributedError("an error that cannot be sent", got=None, expected=None, where=None)
 
 
 rows_taken_whole = patched(

@@ -29,14 +29,14 @@ def metadata_error_as_text(original: Callable[..., Any], reader: Any, *arguments
     except TwinproofError as error:
         if "rank" in options:
             raise
-        raise CorruptionError(str(error)) from None
+        raise CorruptionError(str(error), got=None, expected=None, where=None) from None
 
 
 def _blames_another(original: Callable[..., Any], tensor: Any, where: str) -> None:
     try:
         original(tensor, where)
     except TwinproofError as error:
-        raise DistributedError("another rank failed", got=str(error)) from None
+        raise DistributedError("another rank failed", got=str(error), expected=None, where=None) from None
 
 
 own_failure_is_another_ranks = patched(
@@ -101,8 +101,8 @@ none_is_nothing = patched(
     "An error that got None says nothing of what it got.",
     mutated(
         "twinproof.errors:TwinproofError.__init__",
-        '{} if got is _UNSAID else {"got": got}',
-        '{} if got is _UNSAID or got is None else {"got": got}',
+        'f"{message}; got: {got}; expected',
+        'f"{message}; got: {got or message}; expected',
     ),
     kills="CKPT-678",
 )
@@ -110,8 +110,8 @@ where_lost_on_the_way = patched(
     "An error that another rank sends says no where.",
     mutated(
         "twinproof.errors:TwinproofError.__reduce__",
-        "self._said)",
-        '{k: v for k, v in self._said.items() if k != "where"})',
+        '"where": self.where}',
+        '"where": None}',
     ),
     kills="CKPT-678",
 )

@@ -16,7 +16,7 @@ def paths_not_shown(original: Any, path: Any, *where: Any) -> Any:
     try:
         return original(path, *where)
     except ConfigError as error:
-        raise ConfigError(error.message, where=error.where) from None
+        raise ConfigError(error.message, got=None, expected=None, where=error.where) from None
 
 
 @fault(kills="CKPT-543", at="twinproof.checkpoint.dcp:HuggingFaceStorageWriter.set_up_storage_writer")

@@ -14,7 +14,7 @@ def argument_not_named(original: Any, store: Any) -> None:
     try:
         original(store)
     except ConfigError as error:
-        raise ConfigError(error.message, got=error.got) from None
+        raise ConfigError(error.message, got=error.got, expected=error.expected, where=None) from None
 
 
 what_is_no_tensor_not_named = patched(

@@ -22,7 +22,7 @@ def class_not_named(original: Any, optimizer: Any) -> Any:
     try:
         return original(optimizer)
     except UnsupportedError as error:
-        raise UnsupportedError(error.message) from None
+        raise UnsupportedError(error.message, got=None, expected=None, where=None) from None
 
 
 unbound_class_goes_on = patched(

@@ -29,7 +29,7 @@ results_cut_as_they_are = patched(
     "What cannot be cut off is driven as it is.",
     mutated(
         "twinproof.pipeline.stages:_each_tensor",
-        'raise PipelineError("a lookup\'s result that cannot be cut off", got=type(result).__name__, where="lookup")',
+        'raise PipelineError("a lookup\'s result that cannot be cut off", got=got, expected=expected, where="lookup")',
         "return result",
     ),
     kills="PIPE-575",

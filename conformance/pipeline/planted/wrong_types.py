@@ -14,7 +14,7 @@ def one_table_taken_apart(original: Any, tables: Any, kind: Any) -> Any:
     try:
         return original(tables, kind)
     except ConfigError as error:
-        raise ConfigError(error.message, got=error.got, where=error.where) from None
+        raise ConfigError(error.message, got=error.got, expected=None, where=error.where) from None
 
 
 @fault(kills="PIPE-381", at="twinproof.pipeline.sharding:check_plan")
@@ -23,7 +23,7 @@ def shardings_not_named(original: Any, tables: Any, plan: Any, world_size: int) 
     try:
         return original(tables, plan, world_size)
     except ConfigError as error:
-        raise ConfigError(error.message, got=error.got, expected=error.expected) from None
+        raise ConfigError(error.message, got=error.got, expected=error.expected, where=None) from None
 
 
 @fault(kills="PIPE-382", at="twinproof.pipeline.driver:check_answer")
@@ -35,7 +35,7 @@ def any_answer_passes(original: Any, answer: Any, model: Any) -> Any:
 @fault(kills="PIPE-383", at="twinproof.pipeline.stages:untraceable")
 def reason_alone(original: Any, model: Any, error: Exception) -> ConfigError:
     """A model that cannot be traced is refused without what can be done."""
-    return ConfigError("the model cannot be traced", got=repr(error))
+    return ConfigError("the model cannot be traced", got=repr(error), expected=None, where=None)
 
 
 @fault(kills="PIPE-384", at="twinproof.pipeline.driver:check_parts")

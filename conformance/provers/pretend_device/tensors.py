@@ -96,7 +96,9 @@ class PretendTensor(torch.Tensor):
         if torch._C._is_multithreading_enabled():
             torch._C._set_multithreading_enabled(False)
         if host.layout is not torch.strided:
-            raise UnsupportedError("a layout that the pretend device has not", got=host.layout, where=NAME)
+            raise UnsupportedError(
+                "a layout that the pretend device has not", got=host.layout, expected=torch.strided, where=NAME
+            )
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls,
             host.shape,

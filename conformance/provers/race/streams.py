@@ -29,7 +29,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
         if device is not None and not is_device(device):
-            raise UnsupportedError("a stream of another device", got=str(device), expected=DEVICE)
+            raise UnsupportedError("a stream of another device", got=str(device), expected=DEVICE, where="Stream")
         if options:
             self.watcher.gap("bypass", "Stream", "a stream by its number is not known here")
         self.name, self.priority = self.watcher.engine.new_stream(priority), priority
@@ -175,7 +175,7 @@ class Event:
 
     def ipc_handle(self) -> bytes:
         """Not here."""
-        raise UnsupportedError("an event of several processes", got="ipc_handle", where="Event")
+        raise UnsupportedError("an event of several processes", got="ipc_handle", expected="one process", where="Event")
 
 
 def _event_of(stream: Stream) -> Event:
@@ -232,7 +232,10 @@ def api_of(watcher: Watcher) -> SimpleNamespace:
     def refuse(name: str) -> Callable[..., Any]:
         def refused(*_: Any, **__: Any) -> Any:
             watcher.gap("bypass", name, "this call is not modelled")
-            raise UnsupportedError("a call that the race prover does not model", got=name, where="torch.cuda")
+            expected = "streams, events and copies"
+            raise UnsupportedError(
+                "a call that the race prover does not model", got=name, expected=expected, where="torch.cuda"
+            )
 
         return refused
 

@@ -111,8 +111,9 @@ class VirtualEngine:
         thread = threading.current_thread()
         if self.threads and thread.ident not in self.threads:
             raise UnsupportedError(
-                "a thread that the virtual device does not watch: enter VirtualDevice.in_thread() there",
+                "a thread that the virtual device does not watch",
                 got=thread.name,
+                expected="VirtualDevice.in_thread() entered there",
                 where=here(),
             )
 
