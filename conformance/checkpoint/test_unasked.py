@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from conformance.checkpoint.trainer import Said, alone
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
-from twinproof.errors import PlanError
+from twinproof.errors import MissingKeyError, PlanError
 
 
 class _Odd(int):
@@ -100,6 +100,99 @@ def test_entries_of_objects(checkpoint: Any, tmp_path: Path, way: str) -> None:
 
 
 @requirement(
+    "CKPT-900",
+    "An object that says more by now than when it was saved, as after a step back in a run, MUST get back what it said "
+    "then, as from torch.load: entries that the checkpoint lacks MUST be gone, and one value be back where it has "
+    "several by now. One of which the checkpoint has nothing MUST be refused by name, unless it said nothing.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_step_back(checkpoint: Any, tmp_path: Path, way: str) -> None:
+    longer: dict[str, tuple[Any, Any]] = {
+        "one value beside a tensor": (
+            {"t": torch.ones(1), "b": None},
+            {"t": torch.zeros(1), "b": {"x": torch.ones(2)}},
+        ),
+        "a list in the middle": ({"q": [{"x": 1}]}, {"q": [{"x": 5}, {"y": 6}, torch.ones(2)], "n": {"m": {"k": 1}}}),
+    }
+    for number, (what, (now, said)) in enumerate([*_CASES.items(), *((k, v[::-1]) for k, v in longer.items())]):
+        # Of a mapping without entries a checkpoint has nothing.
+        if what == "a number where a mapping was to be":
+            continue
+        _save(checkpoint, tmp_path / f"{number}", said)
+        before, expected = _plain(now), _plain(said)
+        with succeeds("a load", where=what):
+            found = _load(checkpoint, tmp_path / f"{number}", way, now)
+        # The object's own mappings stay, without entries.
+        expected = {**{key: {} for key, each in before.items() if isinstance(each, dict)}, **expected}
+        assert_equal(_plain(found), expected, where=what)
+        assert_equal(type(found), type(said), where=f"{what}: what it is")
+        assert_equal(list(_plain(now)), list(before), where=f"{what}: keys of what the object had said")
+    model, optimizer, _ = _run(None)
+    with alone():
+        checkpoint.save_training(tmp_path / "other" / "step-1", model, optimizer, 1, durable=False)
+    now = {"at": {"wiki": 5}}
+    with raises(MissingKeyError, mentions=("nothing of an object", "loader"), where="an object that was not saved"):
+        _load(checkpoint, tmp_path / "other", way, now)
+    assert_equal(now, {"at": {"wiki": 5}}, where="what an object had that was not saved")
+
+
+# What an object said when it was saved, and what a fresh one says: tensors of another dtype or size.
+_UNLIKE: dict[str, tuple[Any, Any]] = {
+    "a fraction": ({"best": torch.tensor(0.875)}, {"best": torch.tensor(0)}),
+    "a large count": ({"seen": torch.tensor(2**24 + 1)}, {"seen": torch.tensor(0.0)}),
+    "double precision": ({"sum": [torch.tensor([0.1], dtype=torch.float64)]}, {"sum": [torch.zeros(1)]}),
+    "more values": ({"losses": torch.arange(3.0), "n": 3}, {"losses": torch.empty(0), "n": 0}),
+    "fewer values": ({"losses": torch.arange(2.0)}, {"losses": torch.zeros(2, 3)}),
+}
+
+
+def _parts_unlike(rank: Rank, path: str) -> None:
+    checkpoint, own = rank.component("checkpoint"), f"rank {rank.rank}"
+    said = {own: torch.tensor(0.5 + rank.rank), "seen": torch.tensor(0.25)}
+    _save(checkpoint, Path(path), said)
+    # The fresh object of one rank fits all that it said, and that of the other nothing.
+    found = _load(
+        checkpoint,
+        Path(path),
+        "load_training",
+        {own: torch.tensor([0, 0.0][rank.rank]), "seen": torch.tensor(rank.rank)},
+    )
+    assert_equal(_plain(found), _plain(said), where=own)
+
+
+@requirement(
+    "CKPT-901",
+    "A tensor of an object, and a tensor option of an optimizer, MUST come back with the dtype, size and value that it "
+    "was saved with, as from torch.load, whatever a fresh one has in its place; each rank MUST get its own alone.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_other_dtypes_and_sizes(checkpoint: Any, rank_pool: Any, tmp_path: Path, way: str) -> None:
+    for number, (what, (said, fresh)) in enumerate(_UNLIKE.items()):
+        _save(checkpoint, tmp_path / f"{number}", said)
+        with succeeds("a load", where=what):
+            found = _load(checkpoint, tmp_path / f"{number}", way, fresh)
+        assert_equal(_plain(found), _plain(said), where=what)
+    for number, (saved, fresh) in enumerate(((0.25, 1), (0.25, 1.0), (1 / 3, None))):
+        path = tmp_path / f"rate {number}"
+        model = torch.nn.Linear(2, 2)
+        rate = torch.tensor(saved, dtype=torch.float64)
+        with alone():
+            checkpoint.save_training(
+                path / "step-1", model, torch.optim.SGD(model.parameters(), lr=rate), 1, durable=False
+            )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if fresh is None else torch.tensor(fresh))
+        with alone(), succeeds("a load", where=f"a rate of {fresh}"):
+            if way == "load_training":
+                checkpoint.load_training(path / "step-1", model, optimizer)
+            else:
+                with checkpoint.CheckpointManager(path, model=model, optimizers=optimizer, interval=1) as manager:
+                    manager.load()
+        assert_equal(_plain(optimizer.param_groups[0]["lr"]), _plain(rate), where=f"a rate in place of {fresh}")
+    if way == "load_training":
+        rank_pool.run(_parts_unlike, 2, str(tmp_path / "parts"))
+
+
+@requirement(
     "CKPT-833",
     "Entries for which an object has no place and whose keys may have been numbers, None or tuples MUST be refused by "
     "name, with where they are, where the checkpoint does not say what they were; the object MUST keep what it had.",
@@ -146,19 +239,15 @@ def test_objects_in_parts(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> No
 
 @requirement(
     "CKPT-825",
-    "A load MUST be refused, and the object keep what it had, where the checkpoint has one value and the object "
-    "entries; a checkpoint whose planner kept no paths MUST load what the objects ask for.",
+    "A load MUST be refused, and the object keep what it had, where the checkpoint has one value for all that the "
+    "object says; a checkpoint whose planner kept no paths MUST load what the objects ask for.",
 )
 def test_one_value_for_entries_and_no_paths(checkpoint: Any, tmp_path: Path) -> None:
-    cases: dict[str, tuple[Any, Any]] = {
-        "an entry of the object": ({"at": 5}, {"at": {"a": 1}}),
-        "all of the object": (5, {"a": 1}),
-    }
-    for what, (said, fresh) in cases.items():
-        _save(checkpoint, tmp_path / what, said)
-        with raises(CheckpointException, where=what):
-            _load(checkpoint, tmp_path / what, "load_training", fresh)
-        assert_equal(fresh, cases[what][1], where=f"{what}: what the object had")
+    _save(checkpoint, tmp_path / "one", 5)
+    fresh = {"a": 1}
+    with raises(CheckpointException, where="one value for all of the object"):
+        _load(checkpoint, tmp_path / "one", "load_training", fresh)
+    assert_equal(fresh, {"a": 1}, where="what the object had")
     _save(checkpoint, tmp_path, {"at": {"wiki": 10}})
     metadata = tmp_path / "step-1" / ".metadata"
     # As DefaultSavePlanner(flatten_state_dict=False) leaves it.

@@ -313,7 +313,7 @@ _FAILURES: dict[str, tuple[dict[str, _Place], Callable[[_Model], list[torch.opti
     "a state behind the optimizer, asked": ({"z": _Place("asked")}, _adams, "", "no worker yet"),
     "a state before the optimizer, given": ({"a": _Place("given")}, _adams, "", "no such batch"),
     "a state behind the optimizer, given": ({"z": _Place("given")}, _adams, "", "no such batch"),
-    "a state that the checkpoint lacks": ({"more": _Place()}, _adams, "", "more.at"),
+    "a state that the checkpoint lacks": ({"more": _Place()}, _adams, "", "nothing of an object"),
     "the step of one optimizer": ({}, lambda model: _adams(model, _Breaks), "", "no scale yet"),
     "an optimizer without a place": ({}, _adam_and_sgd, "", "none to load them into"),
     "the model": ({}, _full_model, "", "no room in the model"),
@@ -581,3 +581,20 @@ def test_errors_of_optimizers(checkpoint: Any, tmp_path: Path) -> None:
         except Exception as error:
             found.append((type(error).__name__, str(error)))
     assert_equal(found, [("KeyError", "'its own'"), ("ConfigError", _REFUSED)], where="what reached the caller")
+
+
+@requirement(
+    "CKPT-902",
+    "Behind a load an optimizer MUST have an entry for those parameters alone that had states when it was saved.",
+)
+@pytest.mark.parametrize("kind", _OPTIMIZERS)
+def test_entries_behind_a_load(checkpoint: Any, tmp_path: Path, kind: str) -> None:
+    saved, fresh, stepped = (_Run(kind) for _ in range(3))
+    saved.step(1, all_of_it=False)
+    stepped.step(1, 2)
+    saved.save(checkpoint, tmp_path / "ck")
+    expected = [param in saved.optimizer.state for param in saved.model.parameters()]
+    for what, run in (("a fresh one", fresh), ("one that has stepped all", stepped)):
+        run.load(checkpoint, tmp_path / "ck")
+        found = [param in run.optimizer.state for param in run.model.parameters()]
+        assert_equal(found, expected, where=f"{kind}, {what}")

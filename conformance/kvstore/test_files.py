@@ -105,6 +105,18 @@ def test_torn_files(kvstore: Any, tmp_path: Path) -> None:
     assert_contents(other, before, where="nothing there")
 
 
+@requirement("KV-429", "None in place of chunk_rows of a load MUST be the default: the same rows, in either form.")
+@pytest.mark.parametrize("form", ["rows", "separate"])
+def test_default_chunks(kvstore: Any, tmp_path: Path, form: str) -> None:
+    store = filled(kvstore, range(20))
+    save(kvstore, store, tmp_path / "ck", form=form)
+    for options in ({}, {"chunk_rows": None}):
+        other = filled(kvstore, [])
+        with succeeds("a load", where=f"{form}, {options}"):
+            kvstore.load(other, tmp_path / "ck", **options)
+        assert_contents(other, contents(store), where=f"{form}, {options}")
+
+
 @requirement(
     "KV-052", "Equal contents MUST be saved as equal bytes, whatever the order of insertion, shards and chunks were."
 )

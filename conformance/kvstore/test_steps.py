@@ -494,3 +494,28 @@ def test_loads_of_no_rows(kvstore: Any, tmp_path: Path, whole: bool) -> None:
                 expected["b"] = expected["b"] | contents(empty)["b"]
             assert_contents(other, expected, where=f"{way}, {where}")
             assert_equal(other.step_count("a"), saved_step, where=f"step after {way}, {where}")
+
+
+@requirement(
+    "KV-430",
+    "A step that is taken without its number MUST be the one after the table's last, as torch's optimizers count: "
+    "of a fresh table, behind a step with a number, and behind a module's.",
+)
+def test_steps_without_numbers(kvstore: Any) -> None:
+    ids, layout = ids_of([1, 2]), kvstore.RowLayout(4, optimizer="adam")
+    store, counted = (store_of(kvstore, layout) for _ in range(2))
+    for each in (store, counted):
+        each.set("t", ids, torch.zeros(2, 4))
+    for number in range(1, 6):
+        grads = torch.full((2, 4), float(number))
+        store.apply_gradients("t", ids, grads, 0.1)
+        counted.apply_gradients("t", ids, grads, 0.1, number)
+    assert_equal(store.step_count("t"), 5, where="steps")
+    assert_contents(store, contents(counted), where="steps with numbers")
+    store.apply_gradients("t", ids, torch.ones(2, 4), 0.1, 9)
+    store.apply_gradients("t", ids, torch.ones(2, 4), 0.1)
+    assert_equal(store.step_count("t"), 10, where="behind a step with a number")
+    module = kvstore.KVEmbedding(store, lr=0.1)
+    module(ids).sum().backward()
+    store.apply_gradients("t", ids, torch.ones(2, 4), 0.1)
+    assert_equal(store.step_count("t"), 12, where="behind a module's step")

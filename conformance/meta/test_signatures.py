@@ -183,10 +183,11 @@ def test_public_signatures_are_real() -> None:
 
 
 def test_both_implementations_take_the_same_arguments() -> None:
-    def shapes(package: str, stem: str) -> dict[str, list[str]]:
+    def shapes(package: str, stem: str) -> dict[str, list[tuple[Any, ...]]]:
         names = dict(_public_callables(importlib.import_module(f"{package}.{stem}")))
         known = {name: value for name, value in names.items() if f"{stem}.{name}" not in _OF_ANY_ARGUMENTS}
-        return {name: [str(p.name) for p in inspect.signature(v).parameters.values()] for name, v in known.items()}
+        found = {name: inspect.signature(value).parameters.values() for name, value in known.items()}
+        return {name: [(p.name, p.kind, p.default) for p in each] for name, each in found.items()}
 
     for stem in STEMS:
         reference, fast = shapes("refimpl", stem), shapes("fastimpl", stem)

@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, assert_same_tensor, assert_within_derived, examples, raises, requirement
+from conformance.harness import (
+    assert_equal,
+    assert_same_tensor,
+    assert_within_derived,
+    examples,
+    raises,
+    requirement,
+    succeeds,
+)
 from conformance.kvstore.model import LR, dense_steps, f32, root
 from conformance.pipeline.batches import Jagged, random_jagged, values_of
 from conformance.pipeline.model import (
@@ -24,6 +32,7 @@ from conformance.pipeline.model import (
     train,
 )
 from conformance.pipeline.sharding import placed
+from twinproof.errors import ConfigError
 
 
 @requirement(
@@ -323,6 +332,73 @@ def test_backward_of_other_ids(pipeline: Any, kind: str) -> None:
     with raises(RuntimeError, mentions=["second time"], where="a third backward"):
         out.backward()
     _check_same(module, stepped, "after a third backward")
+
+
+@requirement(
+    "PIPE-687",
+    "A table that is written over between a lookup and its backward MUST be refused there, as torch's EmbeddingBag "
+    "does, where the weights of ids want a gradient, which is made of the rows; where they want none it MUST be taken.",
+)
+@pytest.mark.parametrize("table_count", [1, 2])
+def test_backward_of_another_table(pipeline: Any, table_count: int) -> None:
+    names = [f"t{index}" for index in range(table_count)]
+    configs = [pipeline.EmbeddingBagConfig(6, 4, name, feature_names=[f"f{name}"]) for name in names]
+    module = pipeline.EmbeddingBagCollection(configs, is_weighted=True)
+    theirs = torch.nn.EmbeddingBag(6, 4, mode="sum")
+    for wants_gradient in (False, True):
+        scale = torch.ones(table_count).requires_grad_(wants_gradient)
+        batch = pipeline.KeyedJaggedTensor(
+            [f"f{name}" for name in names], torch.arange(table_count), scale, torch.ones(table_count, dtype=torch.int64)
+        )
+        ids, offsets = torch.arange(table_count), torch.arange(table_count)
+        for made, last in (
+            (module(batch).values().sum(), module.embedding_bags[names[-1]].weight),
+            (theirs(ids, offsets, scale).sum(), theirs.weight),
+        ):
+            where = f"{type(made.grad_fn).__name__}, weights want a gradient: {wants_gradient}"
+            with torch.no_grad():
+                last.mul_(2)
+            if wants_gradient:
+                with raises(RuntimeError, mentions=["modified by an inplace operation"], where=where):
+                    made.backward()
+            else:
+                with succeeds("a backward", where=where):
+                    made.backward()
+
+
+@requirement(
+    "PIPE-688",
+    "A learning rate of the optimizer in the backward that is no finite number MUST be refused by name there. That is "
+    "no step: neither table nor step count changes, and the next backward is the one that it would be.",
+)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_no_learning_rate(pipeline: Any, is_sharded: bool) -> None:
+    config = pipeline.EmbeddingBagConfig(6, 4, "t", feature_names=["f"])
+    lookups = [lookups_of(pipeline, [config], [torch.ones(6, 4)], "adam") for _ in range(2)]
+    batch = pipeline.KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([2]))
+    if is_sharded:
+        plan, chosen = {"t": pipeline.table_wise(0)}, pipeline.FusedOptimizer("adam")
+        plain = pipeline.EmbeddingBagCollection([config])
+        with torch.no_grad():
+            plain.embedding_bags["t"].weight.fill_(1)
+        lookups = [pipeline.ShardedEmbeddingBagCollection(plain, plan, optimizer=chosen) for _ in range(2)]
+
+    def pooled(module: Any) -> Any:
+        made: Any = module(batch).values() if is_sharded else module(batch.values(), batch.offsets())
+        return made.sum()
+
+    got, expected = lookups
+    for wrong in ("x", None, float("nan"), float("inf")):
+        got.fused_optimizer.param_groups[0]["lr"] = wrong
+        made = pooled(got)
+        with raises(ConfigError, mentions=["where: lr", f"{wrong}"], where=f"a learning rate of {wrong}"):
+            made.backward()
+        assert_equal(got.fused_optimizer.step_count, 0, where=f"steps, after {wrong}")
+    for rate in (0.1, torch.tensor(0.2)):
+        for module in lookups:
+            module.fused_optimizer.param_groups[0]["lr"] = rate
+            pooled(module).backward()
+        _check_same(got, {name: value.clone() for name, value in expected.state_dict().items()}, f"after {rate}")
 
 
 def _check_same(module: Any, expected: dict[str, torch.Tensor], where: str) -> None:

@@ -559,3 +559,20 @@ def _exported(rank: Rank, folder: str) -> None:
 )
 def test_parts_in_another_dtype(rank_pool: Any, checkpoint: Any, tmp_path: Path) -> None:
     rank_pool.run(_exported, 2, str(tmp_path))
+
+
+@requirement(
+    "PIPE-686",
+    "Optimizer state of sharded tables that is asked for again and again MUST say the step of its time, and what was "
+    "given before MUST keep the step that it said.",
+)
+def test_asked_again(pipeline: Any) -> None:
+    collection = collection_of(pipeline, [_config(pipeline)], [values_of((5, 4), 1)])
+    sharded = sharded_of(pipeline, collection, {"t": pipeline.row_wise()}, "adam")
+    batch = pipeline.KeyedJaggedTensor(["ft"], torch.tensor([1, 4]), lengths=torch.tensor([2]))
+    states = [sharded.optimizer_state_dict()]
+    for _ in range(2):
+        sharded(batch).values().sum().backward()
+        states.append(sharded.optimizer_state_dict())
+    steps = [[value.tolist() for name, value in state.items() if name.endswith("step")] for state in states]
+    assert_equal(steps, [[[0]], [[1]], [[2]]], where="the step of each")

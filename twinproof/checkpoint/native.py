@@ -63,6 +63,7 @@ from twinproof.errors import (
     CorruptionError,
     FormatError,
     MissingCheckpointError,
+    MissingKeyError,
     PlanError,
     TwinproofError,
     UnsupportedError,
@@ -389,6 +390,10 @@ class OptimizerStates(Stateful):
                         del flat[key]
             with _unstepped(mine), _without_empty_groups(mine):
                 set_optimizer_state_dict(part, mine, {name: state_dict[name] for name in flat}, options=_FLAT)
+            # Torch makes an entry for each parameter, of which one that no step has reached says nothing.
+            for optimizer in mine:
+                for param in [param for param, states in optimizer.state.items() if not states]:
+                    del optimizer.state[param]
 
     def undo(self) -> None:
         """Optimizers that had no states before the load that failed have none."""
@@ -709,6 +714,7 @@ def load_native(
         first, found = begun()
         state.update(found)
         told = told_by(state, reader.names())
+        told.update({name: as_saved(told[name], name, reader.names()) for name in _objects(state)})
         told = with_memory(told, reader.read_metadata(), rank_count_of(group))
         return first, told, keys_as_text(told, "")
 
@@ -720,11 +726,11 @@ def load_native(
 
     try:
         first, told, asked = together(targets, group)
-        rest = together(lambda: not_asked(asked, _objects(state), reader.read_metadata()), group)
-        if on_any_rank(bool(rest), group):
+        rest, unlike = together(lambda: not_asked(asked, state, reader.read_metadata()), group)
+        if on_any_rank(bool(rest or unlike), group):
             # What another rank asks for is its own: states may be in parts.
             common = set.intersection(*map(set, gather(rest, group)))
-            lost = [name for name in rest if name in common]
+            lost = [*(name for name in rest if name in common), *unlike]
             asked = together(lambda: with_places(asked, lost, reader.read_metadata(), state), group)
         dcp.load(asked, storage_reader=reader, planner=_FillingPlanner(), process_group=process_group)
         loaded = together(taken, group)
@@ -778,7 +784,67 @@ def told_by(state: State, saved: Collection[str] | None = None) -> State:
     if saved is None:
         for name in _objects(state):
             result.update(dict.fromkeys(f"{_NO_TEXT}{path}" for path in _with_literals(result[name], name)))
+            if not flatten_state_dict({name: result[name]})[0]:
+                result[f"{_NO_TEXT}{name}"] = None
     return result
+
+
+# What an object has by now and had not when it was saved: states of a parameter without a step, entries of a log.
+# Torch demands each of them of the checkpoint; an object is given what it said then, as ``torch.load`` gives it.
+_UNSAVED: Any = object()
+
+
+def as_saved(value: Any, name: str, saved: Collection[str]) -> Any:
+    """What an object says, without what the checkpoint has not; mappings under keys of its own are left, empty.
+
+    Raises:
+        MissingKeyError: the checkpoint has nothing of an object that says something.
+    """
+    if not isinstance(value, Mapping) or name in saved:
+        return value
+    parts = {key: _saved_part(each, f"{name}.{key}", saved) for key, each in value.items()}
+    if value and all(part is _UNSAVED for part in parts.values()):
+        is_known = f"{_NO_TEXT}{name}" in saved or any(each.startswith(f"{name}.") for each in saved)
+        if not is_known:
+            expected = "one that was among the states of the save"
+            raise MissingKeyError(
+                "the checkpoint has nothing of an object", got=name, expected=expected, where="states"
+            )
+    for key, each in value.items():
+        if parts[key] is _UNSAVED and isinstance(each, Mapping):
+            parts[key] = _with_parts(each, dict.fromkeys(each, _UNSAVED))
+    return _with_parts(value, parts)
+
+
+def _saved_part(value: Any, path: str, saved: Collection[str]) -> Any:
+    if path in saved or (isinstance(value, Mapping) and not value):
+        return value
+    if isinstance(value, Mapping):
+        parts = {key: _saved_part(each, f"{path}.{key}", saved) for key, each in value.items()}
+        return _UNSAVED if all(part is _UNSAVED for part in parts.values()) else _with_parts(value, parts)
+    # Torch names what stands in a list by its place, where there are tensors or mappings among it.
+    if isinstance(value, list) and any(each.startswith(f"{path}.") for each in saved):
+        entries = [_saved_part(each, f"{path}.{place}", saved) for place, each in enumerate(value)]
+        while entries and entries[-1] is _UNSAVED:
+            entries.pop()
+        # One that is lost between others has its place: torch says which.
+        entries = [value[place] if part is _UNSAVED else part for place, part in enumerate(entries)]
+        is_same = len(entries) == len(value) and all(a is b for a, b in zip(entries, value, strict=True))
+        return value if is_same else entries
+    return _UNSAVED
+
+
+def _with_parts(value: Mapping[Any, Any], parts: Mapping[Any, Any]) -> Any:
+    """The mapping with these parts, and without the keys of those that are unsaved; itself where that is all of it."""
+    if all(parts[key] is each for key, each in value.items()):
+        return value
+    made: Any = copy.copy(value)
+    for key, part in parts.items():
+        if part is _UNSAVED:
+            del made[key]
+        else:
+            made[key] = part
+    return made
 
 
 def give_back(state: State, told: State) -> None:
@@ -840,19 +906,36 @@ class _Place:
     value: torch.Tensor | None
 
 
-def not_asked(asked: State, names: Collection[str], metadata: Metadata) -> list[str]:
-    """What the checkpoint has under these names of objects, and these targets have no place for."""
-    saved, paths = metadata.state_dict_metadata, metadata.planner_data
+def not_asked(asked: State, owners: State, metadata: Metadata) -> tuple[list[str], list[str]]:
+    """What the checkpoint has of objects, and these targets have no place for; and what they have no fitting one for.
+
+    Torch would cast a tensor to the dtype that a fresh object begins with, which loses what it cannot hold, and refuse
+    one of another size. Of ``optimizers`` that is so of options, as a learning rate. ``owners``: what said the targets.
+    """
+    saved, paths, names = metadata.state_dict_metadata, metadata.planner_data, _objects(owners)
+    flags = [name for name, each in owners.items() if isinstance(each, OptimizerStates)]
     # A planner of somebody else's may keep no paths.
-    if not names or not isinstance(paths, Mapping):
-        return []
-    mine, _ = flatten_state_dict({name: asked[name] for name in names})
+    if not names + flags or not isinstance(paths, Mapping):
+        return [], []
+    mine, _ = flatten_state_dict({name: asked[name] for name in names + flags})
+    below = {fqn: path for fqn, path in paths.items() if len(path) > 1}
+    rest = [fqn for fqn, path in below.items() if path[0] in names and fqn not in mine]
+    unlike = [
+        fqn
+        for fqn, path in below.items()
+        if fqn in mine and not _fits(mine[fqn], saved[fqn])
+        if path[0] in names or str(path[1]).startswith(_GROUPS)
+    ]
+    return rest, unlike
 
-    def is_asked(fqn: str) -> bool:
-        is_tensor = isinstance(saved[fqn], TensorStorageMetadata)
-        return fqn in mine and (isinstance(mine[fqn], torch.Tensor) or not is_tensor)
 
-    return [fqn for fqn, path in paths.items() if path[0] in names and len(path) > 1 and not is_asked(fqn)]
+def _fits(target: Any, saved: Any) -> bool:
+    """Whether a value of the checkpoint can be read into a target as it is; what is cut or lazy is judged elsewhere."""
+    if not isinstance(saved, TensorStorageMetadata):
+        return True
+    if type(target) not in (torch.Tensor, torch.nn.Parameter):
+        return isinstance(target, torch.Tensor)
+    return (target.dtype, target.shape) == (saved.properties.dtype, saved.size)
 
 
 def with_places(asked: State, fqns: Collection[str], metadata: Metadata, owners: State) -> State:
@@ -902,8 +985,9 @@ def _memory_for(saved: TensorStorageMetadata, param: torch.Tensor | None, fqn: s
 def _placed_in(value: Any, tree: Any, path: str, said: Container[str]) -> Any:
     """A target with the places of a tree; what it had is not changed."""
     if isinstance(tree, _Place):
-        # Torch 2.3 and older saved a mapping as one value: the planner finds that out.
-        return value if isinstance(value, Mapping | list) and len(value) else tree.value
+        if tree.value is not None and isinstance(value, torch.Tensor) and not value.is_meta:
+            return torch.empty_like(tree.value, device=value.device)
+        return tree.value
     if all(isinstance(key, int) for key in tree):
         entries = list(value) if isinstance(value, list) else []
         entries += [None] * (1 + max(tree) - len(entries))

@@ -533,7 +533,7 @@ class StoreFiles:
         tables: tuple[str, ...] | None = None,
         process_group: Any = None,
         owned: tuple[int, int] | None = None,
-        chunk_rows: int = LOAD_CHUNK_ROWS,
+        chunk_rows: int | None = None,
         verify_checksums: bool = False,
     ) -> LoadReport:
         """Load the buckets that this rank owns, in either form; listed ids are replaced, other rows stay.
@@ -553,7 +553,7 @@ class StoreFiles:
             tables: only these; None demands that store and file have the same tables.
             process_group: None is the default group, or this process alone.
             owned: buckets [begin, end) of this rank; None is ``rank_buckets``.
-            chunk_rows: rows in memory at once, at most.
+            chunk_rows: rows in memory at once, at most; None is as many as the implementation takes.
             verify_checksums: compare all bytes of the files with the sums of a save with ``checksums=True`` before a
                 row is written. A sum is of a whole tensor: every rank reads all of them once more.
 
@@ -565,6 +565,7 @@ class StoreFiles:
         """
         check_store(store)
         check_flags(weights_only=weights_only, verify_checksums=verify_checksums)
+        chunk_rows = LOAD_CHUNK_ROWS if chunk_rows is None else chunk_rows
         _check_chunk(chunk_rows)
         started, (rank, world_size) = time.perf_counter(), rank_and_world(process_group)
         saved = self._files.open(os.fspath(local_path(path)))

@@ -280,7 +280,7 @@ class KVStore(DeltaStore):
         ids: torch.Tensor,
         grads: torch.Tensor,
         lr: float,
-        step: int | None = 1,
+        step: int | None = None,
         *,
         eps: float = 1e-8,
         beta1: float = 0.9,
@@ -289,8 +289,8 @@ class KVStore(DeltaStore):
         """One optimizer step on the rows of ids [n] with gradients [n, D] (float32, float16 or bfloat16).
 
         Duplicates are reduced first, in float32 and ascending position. Missing ids get rows: initial weight, zero
-        state. Headers are visited as by ``set``. ``step`` counts from 1; None is the one after the table's last, also
-        where several threads train it.
+        state. Headers are visited as by ``set``. ``step`` counts from 1; without one it is that after the table's last,
+        also where several threads train it.
 
         Raises:
             ConfigError: the table has no optimizer, or its state is not in the row. CapacityError, ShapeError,

@@ -400,13 +400,17 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """There are no gradients."""
 
     def count_step(self) -> None:
-        """A backward is a step; schedulers, which may only follow one, are told."""
+        """A backward is a step, unless what it would step with is refused; schedulers are told. Raises ConfigError."""
+        self._hyper(self.step_count + 1)
         self.step_count += 1
         self._opt_called = True
 
     def hyper(self) -> Hyper:
         """Hyperparameters of the step that is being taken."""
-        return self.config.hyper(float(self.param_groups[0]["lr"]), self.step_count)
+        return self._hyper(self.step_count)
+
+    def _hyper(self, step: int) -> Hyper:
+        return self.config.hyper(check_number(self.param_groups[0]["lr"], "lr"), step)
 
 
 # By name: row-wise ones are no classes of torch's.

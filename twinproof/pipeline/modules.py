@@ -486,14 +486,15 @@ class Pooled(FirstDerivatives):
     """Pooled rows of several weights; the backward gives each a dense gradient."""
 
     @staticmethod
-    def forward(ctx: Any, engine: Lookup, tables: Any, bags: Bags, weights: Any, *params: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, engine: Lookup, tables: Any, bags: Bags, watches: bool, weights: Any, *params: Any) -> Any:
         ctx.dtypes = [param.dtype for param in params]
         rows = [readable(param.detach()).contiguous() for param in params]
         ctx.held = [HeldTable(each, table.is_mean) for each, table in zip(rows, tables, strict=True)]
         ctx.features = [index for index, table in enumerate(tables) for _ in table.feature_names]
         ctx.engine, ctx.bags = engine, bags
         check_places(bags, rows)
-        _watch(ctx, bags.indices, bags.offsets, bags.weights)
+        # The gradient of weights is made of rows as the lookup read them, but for schedules that are one update stale.
+        _watch(ctx, bags.indices, bags.offsets, bags.weights, *(rows if watches and ctx.needs_input_grad[4] else ()))
         return engine.pool(ctx.held, ctx.features, bags)
 
     @staticmethod
@@ -501,10 +502,10 @@ class Pooled(FirstDerivatives):
         _check_watched(ctx)
         grad, held, engine = grads[0].contiguous(), ctx.held, ctx.engine
         weights = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[4]:
             weights = engine.weight_gradients(held, ctx.features, ctx.bags, grad)
         # Nothing is made for a table that nobody trains.
-        kept = [index for index in range(len(held)) if ctx.needs_input_grad[4 + index]]
+        kept = [index for index in range(len(held)) if ctx.needs_input_grad[5 + index]]
         dense: list[torch.Tensor | None] = [None] * len(held)
         if kept:
             # Duplicates are summed as in every lookup: one step of -1 from zero is the sum itself.
@@ -515,7 +516,7 @@ class Pooled(FirstDerivatives):
             engine.update(sums, features, bags, grad, "sgd", Hyper(-1.0))
             for index, total in zip(kept, zeros, strict=True):
                 dense[index] = total.to(ctx.dtypes[index])
-        return None, None, None, weights, *dense
+        return None, None, None, None, weights, *dense
 
 
 def _are_on_meta(features: KeyedJaggedTensor, weight: torch.Tensor, where: str) -> bool:
@@ -618,10 +619,10 @@ class EmbeddingBagCollection(BoundToLookup):
         if _are_on_meta(features, params[0], "EmbeddingBagCollection"):
             return self._on_meta(features)
         bags = select(features, self.feature_names, weighted=self._is_weighted)
-        counts = [table.num_embeddings for table in self._feature_tables]
-        names = [table.name for table in self._feature_tables]
+        counts, names = zip(*((table.num_embeddings, table.name) for table in self._feature_tables), strict=True)
         bags = check_bounds(bags, counts, names, self.bounds_check, self._engine)
-        pooled = Pooled.apply(self._engine, self._configs, bags, bags.weights, *params)  # type: ignore[no-untyped-call]
+        given = self._engine, self._configs, bags, True, bags.weights
+        pooled = Pooled.apply(*given, *params)  # type: ignore[no-untyped-call]
         return KeyedTensor(list(self._embedding_names), list(self._widths), pooled)
 
     def _on_meta(self, features: KeyedJaggedTensor) -> KeyedTensor:

@@ -750,7 +750,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         weights = [next(known) if param.requires_grad else param for param in params]
         features = [f for f, table in enumerate(self.layout.feature_tables) if table in replicated]
         bags = self.layout.features(ctx.bags, features)
-        return [Pooled.apply(self._engine, tables, bags, bags.weights, *weights)]  # type: ignore[no-untyped-call]
+        return [Pooled.apply(self._engine, tables, bags, False, bags.weights, *weights)]  # type: ignore[no-untyped-call]
 
     def local_shards(self) -> dict[str, tuple[Shard, torch.Tensor, dict[str, torch.Tensor]]]:
         """Table -> this rank's shard, its weight [r, c] and its states [r, c] or [r, 1]: themselves, not copies."""

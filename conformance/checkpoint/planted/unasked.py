@@ -8,7 +8,7 @@ _NATIVE = "twinproof.checkpoint.native"
 
 unasked_entries_left = patched(
     "What a fresh object does not ask for stays in the checkpoint, without a word.",
-    swap(f"{_NATIVE}:not_asked", lambda asked, names, metadata: []),
+    swap(f"{_NATIVE}:not_asked", lambda asked, owners, metadata: ([], [])),
     kills=("CKPT-833", "CKPT-834"),
 )
 unasked_entries_not_handed_out = patched(
@@ -38,11 +38,47 @@ keys_of_new_entries_stay_text = patched(
 )
 paths_of_every_planner = patched(
     "A checkpoint is taken to have the paths of its names, whatever planner saved it.",
-    mutated(f"{_NATIVE}:not_asked", "not names or not isinstance(paths, Mapping)", "not names"),
+    mutated(f"{_NATIVE}:not_asked", "not names + flags or not isinstance(paths, Mapping)", "not names + flags"),
     kills="CKPT-825",
 )
-one_value_in_place_of_entries = patched(
-    "One value of the checkpoint takes the place of all entries that the object has.",
-    mutated(f"{_NATIVE}:_placed_in", "isinstance(value, Mapping | list) and len(value)", "False"),
-    kills="CKPT-825",
+later_entries_demanded = patched(
+    "A checkpoint has to have all that an object says by now.",
+    swap(f"{_NATIVE}:as_saved", lambda value, name, saved: value),
+    kills="CKPT-900",
+)
+emptied_mappings_dropped = patched(
+    "A mapping of the object's own is gone where its entries are.",
+    mutated(f"{_NATIVE}:as_saved", "isinstance(each, Mapping):", "False:"),
+    kills="CKPT-900",
+)
+values_stay_cut = patched(
+    "One value of the checkpoint is not found where the object has several by now.",
+    mutated(
+        f"{_NATIVE}:_placed_in",
+        "        return tree.value",
+        "        return value if isinstance(value, Mapping | list) and value else tree.value",
+    ),
+    kills="CKPT-900",
+)
+
+values_cast_to_fresh_ones = patched(
+    "A tensor of an object is cast to the dtype of a fresh one.",
+    mutated(
+        f"{_NATIVE}:_fits",
+        "(target.dtype, target.shape) == (saved.properties.dtype, saved.size)",
+        "target.shape == saved.size",
+    ),
+    kills="CKPT-901",
+)
+options_of_optimizers_cast = patched(
+    "A tensor option of an optimizer is cast to the dtype of a fresh one.",
+    mutated(f"{_NATIVE}:not_asked", "if isinstance(each, OptimizerStates)", "if False"),
+    kills="CKPT-901",
+)
+unlike_entries_of_all_ranks_loaded = patched(
+    "What fits no place on one rank is loaded by the others, too.",
+    mutated(
+        f"{_NATIVE}:not_asked", "and fqn not in mine]", "and (fqn not in mine or not _fits(mine[fqn], saved[fqn]))]"
+    ),
+    kills="CKPT-901",
 )

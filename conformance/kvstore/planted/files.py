@@ -198,3 +198,12 @@ fast_load_verifies_nothing = patched(
     kills="KV-361",
     of="fastimpl",
 )
+
+no_default_of_a_load = patched(
+    "A load takes no None in place of the rows of a chunk.",
+    mutated(
+        "twinproof.kvstore.disk:StoreFiles.load", "LOAD_CHUNK_ROWS if chunk_rows is None else chunk_rows", "chunk_rows"
+    ),
+    kills="KV-429",
+    of="refimpl",
+)

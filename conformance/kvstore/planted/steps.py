@@ -143,3 +143,11 @@ steps_of_no_rows_stay = patched(
     mutated(_LOAD_STATE, "if incoming.step is not None:", "if incoming.step is not None and incoming.ids.numel():"),
     kills="KV-417",
 )
+
+
+@fault(kills="KV-430", at="twinproof.kvstore.store:KVStore.apply_gradients")
+def steps_without_a_number_are_the_first(
+    original: Any, store: Any, table: str, ids: Any, grads: Any, lr: float, step: int | None = 1, **options: Any
+) -> None:
+    """A step without a number is the first one."""
+    original(store, table, ids, grads, lr, step, **options)

@@ -101,8 +101,8 @@ names_of_pooled_by_table = patched(
     "A collection names the table that stands where the feature does.",
     mutated(
         "twinproof.pipeline.modules:EmbeddingBagCollection._looked_up",
-        "names = [table.name for table in self._feature_tables]",
-        "names = [table.name for table in self._configs] * 4",
+        "self._feature_tables), strict=True)\n",
+        "self._feature_tables), strict=True)\n    names = [table.name for table in self._configs] * 4\n",
     ),
     kills="PIPE-626",
 )

@@ -224,3 +224,37 @@ written_ids_given_gradients = patched(
 rows_stepped_twice = patched(
     "A second backward of rows, of which nobody knew, adds gradients.", _unwatched("_Rows"), kills="PIPE-363"
 )
+
+tables_not_watched = patched(
+    "The gradient of weights is made of rows that came after the lookup.",
+    mutated("twinproof.pipeline.modules:Pooled.forward", "rows if watches and ctx.needs_input_grad[4] else ()", "()"),
+    kills="PIPE-687",
+)
+tables_always_watched = patched(
+    "A table must not be written to before the backward, though no gradient is made of it.",
+    mutated(
+        "twinproof.pipeline.modules:Pooled.forward",
+        "rows if watches and ctx.needs_input_grad[4] else ()",
+        "rows if watches else ()",
+    ),
+    kills="PIPE-687",
+)
+one_table_watched = patched(
+    "Of several tables the first alone is watched.",
+    mutated("twinproof.pipeline.modules:Pooled.forward", "rows if watches", "rows[:1] if watches"),
+    kills="PIPE-687",
+)
+rates_as_they_come = patched(
+    "A learning rate that is no number is Python's error.",
+    mutated(
+        "twinproof.pipeline.config:InBackwardOptimizer._hyper",
+        'check_number(self.param_groups[0]["lr"], "lr")',
+        'float(self.param_groups[0]["lr"])',
+    ),
+    kills="PIPE-688",
+)
+refused_backwards_counted = patched(
+    "A backward that is refused counts as a step.",
+    mutated("twinproof.pipeline.config:InBackwardOptimizer.count_step", "self._hyper(self.step_count + 1)", ""),
+    kills="PIPE-688",
+)

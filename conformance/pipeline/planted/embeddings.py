@@ -15,7 +15,7 @@ from twinproof.pipeline.jagged import Bags
 def dense_gradient_twice(original: Any, ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     """Dense gradients of some rows are added twice."""
     found = original(ctx, *grads)
-    return (*found[:4], *(grad * (1 + (grad.abs().amax(1, keepdim=True) > 1)) for grad in found[4:]))
+    return (*found[:5], *(grad * (1 + (grad.abs().amax(1, keepdim=True) > 1)) for grad in found[5:]))
 
 
 @fault(kills="PIPE-110", at="twinproof.pipeline.modules:embedding_names")

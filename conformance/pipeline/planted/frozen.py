@@ -50,7 +50,7 @@ means_beside_frozen_tables_are_sums = patched(
 )
 made_for_frozen = patched(
     "Gradients of all tables are made, and those of frozen ones are dropped.",
-    mutated("twinproof.pipeline.modules:Pooled.backward", "if ctx.needs_input_grad[4 + index]", "if True"),
+    mutated("twinproof.pipeline.modules:Pooled.backward", "if ctx.needs_input_grad[5 + index]", "if True"),
     kills="PIPE-664",
 )
 sent_for_frozen = patched(
@@ -75,8 +75,8 @@ weights_beside_trained_tables = patched(
     "Gradients of the weights are made where some table is trained alone.",
     mutated(
         "twinproof.pipeline.modules:Pooled.backward",
-        "if ctx.needs_input_grad[3]:",
-        "if ctx.needs_input_grad[3] and ctx.needs_input_grad[4]:",
+        "if ctx.needs_input_grad[4]:",
+        "if ctx.needs_input_grad[4] and ctx.needs_input_grad[5]:",
     ),
     kills="PIPE-645",
 )

@@ -158,3 +158,12 @@ places_passed_over = patched(
     ),
     kills="PIPE-690",
 )
+first_step_remembered = patched(
+    "The step that was asked for first is remembered.",
+    mutated(
+        "twinproof.pipeline.sharded:TableParts.optimizer_state_dict",
+        'torch.tensor([self._optimizer.step_count], device="cpu")',
+        'self.__dict__.setdefault("kept", torch.tensor([self._optimizer.step_count]))',
+    ),
+    kills="PIPE-686",
+)

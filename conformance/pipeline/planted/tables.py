@@ -132,10 +132,10 @@ rates_of_the_number_of_a_step = patched(
     "The learning rate of a step is remembered by its number.",
     mutated(
         "twinproof.pipeline.config:InBackwardOptimizer.hyper",
-        'return self.config.hyper(float(self.param_groups[0]["lr"]), self.step_count)',
+        "return self._hyper(self.step_count)",
         'known = vars(self).get("known")\n'
         "    if known is None or known.step != self.step_count:\n"
-        '        known = self.known = self.config.hyper(float(self.param_groups[0]["lr"]), self.step_count)\n'
+        "        known = self.known = self._hyper(self.step_count)\n"
         "    return known",
     ),
     kills="PIPE-683",
