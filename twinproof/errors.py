@@ -156,7 +156,7 @@ class StoreClosedError(TwinproofError, RuntimeError):
 
 
 class DeltaBaseError(TwinproofError, ValueError):
-    """A delta whose base is not what the table was loaded from."""
+    """A delta whose base is not what the table was loaded from, or not the part of it that was loaded."""
 
 
 class DetachedStoreError(TwinproofError, RuntimeError):

@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conformance.harness import assert_equal, assert_same_tensor, examples, raises, requirement, succeeds
-from conformance.kvstore.cases import WEIGHTS, assert_contents, contents, ids_of, random_rows, save, store_of
-from twinproof.errors import ShapeError, StoreClosedError, TwinproofError, UnsupportedError
+from conformance.kvstore.cases import (
+    WEIGHTS,
+    assert_bits,
+    assert_contents,
+    contents,
+    ids_of,
+    random_rows,
+    save,
+    store_of,
+)
+from twinproof.errors import ConfigError, ShapeError, StoreClosedError, TwinproofError, UnsupportedError
 
 DTYPES = (torch.float64, torch.int64, torch.int32, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
 NAMES = ("weight", "momentum1", "momentum2", "metadata")
@@ -40,7 +49,8 @@ def test_dtypes(kvstore: Any, name: str, dtype: torch.dtype, weights_only: bool)
     other.set_rows("t", random_rows(other, [2, 9], 5))
     before, field = contents(other), f"t.{name}"
     wrong = state | {field: torch.ones(state[field].shape).to(dtype)}
-    if dtype == (torch.int64 if name == "metadata" else dtype) and (name == "metadata" or dtype in WEIGHTS):
+    is_left_out = weights_only and name.startswith("momentum")
+    if is_left_out or (dtype is torch.int64 if name == "metadata" else dtype in WEIGHTS):
         other.load_state_dict(wrong, weights_only=weights_only)
         assert_equal(other.ids("t").tolist(), [1, 2, 3, 9], where=f"{field} as {dtype}")
         return
@@ -269,3 +279,75 @@ def test_parts_of_closed_stores(kvstore: Any, field: str, clear: bool) -> None:
     with raises(StoreClosedError, where=field):
         store.load_state_dict(plain, clear=clear)
     assert_contents(store, before, where=field)
+
+
+def _states_of_another(kvstore: Any, way: str, keys: list[int]) -> dict[str, Any]:
+    """A state dict of table "t" whose states "momentum1" and "momentum2" are none of Adam's, in the separate form."""
+    source = store_of(kvstore, kvstore.RowLayout(6, optimizer=OTHERS.get(way, "adam")))
+    source.set_rows("t", random_rows(source, keys, 1))
+    state: dict[str, Any] = source.state_dict()
+    if way in OTHERS:
+        return state
+    for name in ("t.momentum1", "t.momentum2"):
+        state[name] = {"numbers": torch.ones(3, 6, dtype=torch.int32), "no tensors": "none", "fewer": torch.ones(1, 6)}[
+            way
+        ]
+    return state
+
+
+OTHERS = {"one number a row": "partial_rowwise_adam", "of one state": "adagrad", "of equal shape": "lamb"}
+
+
+@requirement(
+    "KV-435",
+    "load_state_dict(weights_only=True) MUST NOT look at optimizer states: weights and metadata load from a state dict "
+    "of any other optimizer, whatever its states are, and every state of the rows is zero.",
+)
+@pytest.mark.parametrize("way", [*OTHERS, "numbers", "no tensors", "fewer"])
+def test_states_are_not_looked_at(kvstore: Any, way: str) -> None:
+    keys, store = [1, 2, 3], store_of(kvstore)
+    store.set_rows("t", random_rows(store, [2, 9], 5))
+    state = _states_of_another(kvstore, way, keys)
+    with succeeds("load_state_dict", where=way):
+        store.load_state_dict(state, weights_only=True, clear=True)
+    ids = ids_of(keys)
+    assert_bits(store.get("t", ids), state["t.weight"].full_tensor(), where=f"{way}: weights")
+    assert_bits(store.metadata("t", ids), state["t.metadata"].full_tensor(), where=f"{way}: metadata")
+    for name in ("momentum1", "momentum2"):
+        assert_bits(store.get_state("t", name, ids), torch.zeros(3, 6), where=f"{way}: {name}")
+
+
+@requirement(
+    "KV-436",
+    "A state dict whose views are of another optimizer's states MUST be refused by name, both optimizers told, "
+    "whether their shapes match or not and the rows are a store's, a moment's, saved or in memory; the store stays.",
+)
+@pytest.mark.parametrize("kind", ["adam", "lamb", "partial_rowwise_adam"])
+def test_views_of_another_optimizer(kvstore: Any, tmp_path: Path, kind: str) -> None:
+    source = store_of(kvstore, kvstore.RowLayout(6, optimizer=kind))
+    source.set_rows("t", random_rows(source, [1, 2, 3], 1))
+    save(kvstore, source, tmp_path / "ck")
+    saved, ids = kvstore.SavedRows(tmp_path / "ck"), ids_of([1, 2, 3])
+    views = ("weight", "momentum1", "momentum2", "metadata")
+    ways = {
+        "a store": source.state_dict(snapshot=False),
+        "a moment": source.state_dict(),
+        "saved": {f"t.{view}": kvstore.KVTensor(saved, ids, view) for view in views} | {"t.weight_id": ids},
+        "in memory": {name: value.clone() for name, value in source.state_dict().items()},
+    }
+    for target in ("adam", "lamb", "partial_rowwise_adam"):
+        for way, state in ways.items():
+            store, where = store_of(kvstore, kvstore.RowLayout(6, optimizer=target)), f"{kind} to {target}, {way}"
+            store.set_rows("t", random_rows(store, [2, 9], 5))
+            before = contents(store)
+            if target == kind:
+                store.load_state_dict(state, clear=True)
+                assert_contents(store, contents(source), where=where)
+                continue
+            with raises(ConfigError, mentions=[f"got: {kind};", f"expected: {target};", "t.momentum"], where=where):
+                store.load_state_dict(state, clear=True)
+            assert_contents(store, before, where=where)
+            plain = {name: state[name].full_tensor() if name != "t.weight_id" else ids for name in state}
+            if plain["t.momentum2"].shape[1] == store.layout("t").state_slots["momentum2"].count:
+                with succeeds("load_state_dict", where=f"{where}: plain tensors, which know no optimizer"):
+                    store.load_state_dict(plain, clear=True)

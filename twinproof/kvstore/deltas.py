@@ -32,13 +32,16 @@ __all__ = [
     "VERSION_KEY",
     "DeltaStore",
     "Fingerprints",
+    "LoadedPart",
     "SaveNames",
     "SavedContent",
     "TableSummary",
     "check_base",
     "check_load_fits",
+    "check_part",
     "evict_for_load",
     "named",
+    "part_after",
     "read_content",
     "summary_of",
 ]
@@ -141,6 +144,46 @@ CHUNK_ROWS = regime(65536, 3)
 _FACTOR = -0x61C8864680B583EB
 
 
+@dataclass(frozen=True)
+class LoadedPart:
+    """Which part of a save a table was loaded from.
+
+    ``ranges``: [begin, end) of ``buckets``, ascending, none empty, none beside another. ``weights_only``: whether the
+    load left states of the table's rows at zero.
+    """
+
+    buckets: Buckets
+    ranges: tuple[tuple[int, int], ...]
+    weights_only: bool
+
+    def __str__(self) -> str:
+        ranges = ", ".join(f"[{begin}, {end})" for begin, end in self.ranges) or "none"
+        return f"{ranges} of {self.buckets}, weights_only={self.weights_only}"
+
+    def covers(self, other: LoadedPart) -> bool:
+        """Whether each id of the other's buckets is of these, too. Of other counts or modes all buckets alone are."""
+        if not other.ranges or self.ranges == ((0, self.buckets.total_count),):
+            return True
+        return self.buckets == other.buckets and all(
+            any(begin <= first and behind <= end for begin, end in self.ranges) for first, behind in other.ranges
+        )
+
+    def joined(self, other: LoadedPart) -> LoadedPart:
+        """What two loads of one save brought; the later one's alone, where they cannot be counted together."""
+        if self.weights_only != other.weights_only or other.covers(self):
+            return other
+        if self.covers(other):
+            return self
+        if self.buckets != other.buckets:
+            return other
+        ranges: list[tuple[int, int]] = []
+        for begin, end in sorted((*self.ranges, *other.ranges)):
+            if ranges and begin <= ranges[-1][1]:
+                begin, end = ranges[-1][0], max(end, ranges.pop()[1])
+            ranges.append((begin, end))
+        return LoadedPart(self.buckets, tuple(ranges), self.weights_only)
+
+
 class Fingerprints:
     """What one store held at its marks, and what each table was last loaded from, by fingerprint.
 
@@ -152,6 +195,7 @@ class Fingerprints:
         self.first_mark = 0
         self._at: dict[int, dict[str, set[str]]] = {}
         self._loaded: dict[str, str | None] = {}
+        self._parts: dict[str, LoadedPart] = {}
 
     def note(self, mark: int, names: dict[str, str]) -> None:
         """The tables hold at ``mark`` what these fingerprints name; the same contents may have several."""
@@ -178,20 +222,28 @@ class Fingerprints:
             if known < self.first_mark:
                 self._at.pop(known, None)
 
-    def set_loaded(self, table: str, name: str | None) -> None:
-        """Remember what the table was loaded from; None is something without a fingerprint."""
+    def set_loaded(self, table: str, name: str | None, part: LoadedPart | None = None) -> None:
+        """Remember what the table was loaded from, and which part of it; None is something without a fingerprint."""
         self._loaded[table] = name
+        self._parts.pop(table, None)
+        if name is not None and part is not None:
+            self._parts[table] = part
 
     def forget(self, table: str) -> None:
         """The table has nothing left of what it was loaded from, if it ever was."""
         if table in self._loaded:
             self._loaded[table] = None
+        self._parts.pop(table, None)
 
     def loaded(self, store: RowStore, table: str) -> str | None:
         """What the table was loaded from; an empty table that never was is ``EMPTY``."""
         if table not in self._loaded and store.size(table) == 0:
             return EMPTY
         return self._loaded.get(table)
+
+    def loaded_part(self, table: str) -> LoadedPart | None:
+        """Which part of it the table was loaded from; None is all that there was, or nothing that has a name."""
+        return self._parts.get(table)
 
 
 class DeltaStore(RowStore):
@@ -205,6 +257,34 @@ def check_base(store: DeltaStore, table: str, bases: tuple[str, ...], where: str
     found = store.fingerprints.loaded(store, table)
     if bases and found not in bases:
         raise DeltaBaseError("a delta on another base than the table's", got=found, expected=bases, where=where)
+
+
+def check_part(store: DeltaStore, saved: SavedContent, table: str, asked: LoadedPart, where: str) -> None:
+    """Demand that the part of a delta that is asked for finds its rows here, and their states if it brings states.
+
+    Rows of buckets that the base was not loaded for would be there where the delta lists them, and missing where it
+    does not; states likewise. Raises DeltaBaseError.
+    """
+    held = store.fingerprints.loaded_part(table)
+    if held is None or not asked.ranges or not saved.bases.get(table) or _is_idle(store, saved, table):
+        return
+    if not held.covers(asked) or (held.weights_only and not asked.weights_only):
+        raise DeltaBaseError(
+            "a delta for buckets or states that its base was not loaded for", got=held, expected=asked, where=where
+        )
+
+
+def part_after(store: DeltaStore, saved: SavedContent, table: str, asked: LoadedPart) -> LoadedPart | None:
+    """Which part of a save the table will have when the part that is asked for was loaded."""
+    held, name = store.fingerprints.loaded_part(table), saved.fingerprints.get(table)
+    if _is_idle(store, saved, table):
+        return held
+    return asked if held is None or name != store.fingerprints.loaded(store, table) else held.joined(asked)
+
+
+def _is_idle(store: DeltaStore, saved: SavedContent, table: str) -> bool:
+    """Whether this is a delta in which nothing changed, of what the table was loaded from: it goes by that name."""
+    return saved.kind == "delta" and saved.fingerprints.get(table) == store.fingerprints.loaded(store, table)
 
 
 def _digest(words: torch.Tensor) -> int:
@@ -340,12 +420,13 @@ def note_load(
     names: tuple[str, ...],
     counts: dict[str, int],
     mark: int,
+    parts: Mapping[str, LoadedPart | None],
     weights_only: bool,
 ) -> None:
     """Remember what was loaded; and where a table now is just that, that its deltas may be based on it."""
     for table in names:
         name = saved.fingerprints.get(table)
-        store.fingerprints.set_loaded(table, name)
+        store.fingerprints.set_loaded(table, name, parts[table])
         whole = saved.layouts[table] == store.layout(table) and not weights_only
         if saved.kind == "full":
             whole = whole and counts[table] == store.size(table)

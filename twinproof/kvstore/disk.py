@@ -39,15 +39,18 @@ from twinproof.checkpoint.publish import together
 from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, check_flags
 from twinproof.kvstore.deltas import (
     FORMS,
+    LoadedPart,
     SavedContent,
     SaveNames,
     TableSummary,
     check_base,
     check_free_keys,
     check_load_fits,
+    check_part,
     evict_for_load,
     named,
     note_load,
+    part_after,
     read_content,
     summary_of,
 )
@@ -126,8 +129,8 @@ class SavedRows(RowSource):
         read: how a range of a tensor's rows is read.
         fits: says sooner than the checks here that rows are right; what is wrong with others is said here.
 
-    Rows are read when they are asked for; where the files were replaced since they were opened, that is a
-    CorruptionError. ``load`` and views that are unpickled open them again.
+    Rows are read when they are asked for. An id that was not saved is a MissingKeyError then; where the files were
+    replaced since they were opened, that is a CorruptionError. ``load`` and views that are unpickled open them again.
 
     Raises:
         VersionError: a newer format. FormatError: no saved store. CorruptionError: tensors that contradict the
@@ -539,12 +542,14 @@ class StoreFiles:
         """Load the buckets that this rank owns, in either form; listed ids are replaced, other rows stay.
 
         A delta replaces its rows and removes its deleted ids. It loads only into tables whose last load was its base:
-        the full save or delta whose mark it was given as ``since``. One that names no base (its store was at that mark
-        neither saved nor loaded, or the format is older) loads anywhere: apply such deltas in the order in which they
-        were saved. Timestamps, counts and the optimizer's step come from the file. The world may have another size than
-        the one that saved. Every row is checked before the first is written; values of other dtypes are rounded to
-        nearest even. In a table with a capacity the load is one batch: rows that it does not list make room for it.
-        Each rank loads by itself and waits for no other, which does not hear of what it raises.
+        the full save or delta whose mark it was given as ``since``; and only for buckets that the base was loaded for.
+        Full loads of one save for several ranges count together. Where the base was loaded with ``weights_only``, its
+        deltas are loaded so too. A delta that names no base (its store was at that mark neither saved nor loaded, or
+        the format is older) loads anywhere: apply such deltas in the order in which they were saved. Timestamps, counts
+        and the optimizer's step come from the file. The world may have another size than the one that saved. Every row
+        is checked before the first is written; values of other dtypes are rounded to nearest even. In a table with a
+        capacity the load is one batch: rows that it does not list make room for it. Each rank loads by itself and waits
+        for no other, which does not hear of what it raises.
 
         Args:
             store: the store; it must have the same tables, or a part of them named by ``tables``.
@@ -561,7 +566,7 @@ class StoreFiles:
             FormatError, VersionError: not a saved store, or a newer one. CorruptionError: torn, or contradicting
                 itself. MissingKeyError: a table that is not there. ConfigError: other layouts, or no checksums where
                 they are to be verified. CapacityError: more rows than a table may hold. DeltaBaseError: a delta on
-                another base. FileNotFoundError.
+                another base, or for buckets or states that its base was not loaded for. FileNotFoundError.
         """
         check_store(store)
         check_flags(weights_only=weights_only, verify_checksums=verify_checksums)
@@ -578,9 +583,11 @@ class StoreFiles:
         begin, end = rank_buckets(total, world_size, rank) if owned is None else _pair(owned)
         if not 0 <= begin <= end <= total:
             raise ConfigError("not a range of buckets", got=(begin, end), expected=total, where="owned")
+        asked = {table: _part(store, saved, table, begin, end, weights_only) for table in names}
         gone = {}
         for table in names:
             _check_table(store, saved, table, begin, end, weights_only=weights_only, where=f"{path}: {table}")
+            check_part(store, saved.content, table, asked[table], f"{path}: {table}")
             removed = saved.deleted(table)
             # An id may have gone because it was outside of all buckets.
             found = nearest_bucket_of(removed, saved.buckets)
@@ -593,16 +600,23 @@ class StoreFiles:
             waiting, listed = job.read(opened)
             saved.catalog.check_unchanged()
             checked, mark = time.perf_counter(), store.mark()
+            parts = {table: part_after(store, saved.content, table, asked[table]) for table in names}
             for table in names:
                 store.fingerprints.set_loaded(table, None)
             # What a delta removes goes first: it may be what makes room.
             deleted = {table: store.delete(table, ids) if ids.numel() else 0 for table, ids in gone.items()}
             counts = {table: job.write(table, waiting.get(table), listed.get(table)) for table in names}
             saved.catalog.check_unchanged()
-            note_load(store, saved.content, names, counts, mark, weights_only)
+            note_load(store, saved.content, names, counts, mark, parts, weights_only)
             for table in names if not weights_only else ():
                 store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
         return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
+
+
+def _part(store: KVStore, saved: SavedRows, table: str, begin: int, end: int, weights_only: bool) -> LoadedPart:
+    """What a load of these buckets brings. Rows without states are whole, whatever was asked for."""
+    ranges = ((begin, end),) if begin < end else ()
+    return LoadedPart(saved.buckets, ranges, weights_only and bool(store.layout(table).state_slots))
 
 
 def _pair(owned: Any) -> tuple[int, int]:

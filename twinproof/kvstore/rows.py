@@ -354,6 +354,8 @@ def check_out(out: Any, ids: torch.Tensor, width: int, dtype: torch.dtype) -> No
 class RowSource:
     """Rows by table and id. Reading never inserts: a missing id reads as its initial row (key, initial weight, zeros).
 
+    Of a store or a moment, that is. Saved rows know no initial weights: an id that was not saved is a MissingKeyError.
+
     Args:
         layouts: table name -> layout of its rows as they are stored.
         reader: the rows.
@@ -403,7 +405,7 @@ class RowSource:
     def get(
         self, table: str, ids: torch.Tensor, *, out: torch.Tensor | None = None, count: int | None = None
     ) -> torch.Tensor:
-        """Weights [n, D] of ids [n], in the weight dtype.
+        """Weights [n, D] of ids [n], in the weight dtype; initial ones where a store has no such id.
 
         Args:
             table: the table.
@@ -412,7 +414,8 @@ class RowSource:
             count: only the first ``count`` ids are read; rows of a fresh result past it are zero.
 
         Raises:
-            ConfigError, ShapeError, UnsupportedError, StoreClosedError.
+            MissingKeyError: an id that is not among saved rows. ConfigError, ShapeError, UnsupportedError,
+            StoreClosedError.
         """
         layout, checked = self.layout(table), self._ids(ids)
         used = check_count(count, checked.numel())
@@ -441,7 +444,8 @@ class RowSource:
         A missing id reads as an unused row: its key, timestamp, count and used bit 0, the initial weight, zero state.
 
         Raises:
-            ShapeError: a range outside the row. ConfigError, UnsupportedError, StoreClosedError.
+            ShapeError: a range outside the row. MissingKeyError: an id that is not among saved rows. ConfigError,
+            UnsupportedError, StoreClosedError.
         """
         row_bytes, checked = self.layout(table).row_bytes, self._ids(ids)
         end = check_int(offset_bytes, "offset_bytes")
@@ -455,10 +459,11 @@ class RowSource:
         return self._read(table, checked, offset_bytes, end, out)
 
     def get_state(self, table: str, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """One optimizer state of ids [n], [n, count] in its own dtype; zeros where an id is missing.
+        """One optimizer state of ids [n], [n, count] in its own dtype; zeros where a store has no such id.
 
         Raises:
-            ConfigError: the stored row has no such state. ShapeError, UnsupportedError, StoreClosedError.
+            ConfigError: the stored row has no such state. MissingKeyError: an id that is not among saved rows.
+            ShapeError, UnsupportedError, StoreClosedError.
         """
         slot, checked = self.slot(table, name), self._ids(ids)
         return from_bytes(self._read(table, checked, slot.offset_bytes, slot.end_bytes), slot.dtype)

@@ -233,17 +233,20 @@ def _incoming(store: RowStore, table: str, state: Mapping[str, Any], *, weights_
         check_convertible(layout, target, weights_only=weights_only, where=table)
         return _Incoming(ids, weight, layout, None, {}, step)
     _check_values(weight, (ids.numel(), target.embedding_dim), _FLOATS, f"{table}.weight")
-    states = {name: state[f"{table}.{name}"] for name in target.state_slots if f"{table}.{name}" in state}
+    # Those of another optimizer may have the same names, and another width or no tensors at all.
+    wanted = () if weights_only else target.state_slots
+    states = {name: state[f"{table}.{name}"] for name in wanted if f"{table}.{name}" in state}
     if not weights_only and len(states) < len(target.state_slots):
         absent = sorted(set(target.state_slots) - set(states))
         expected = "all, or weights_only=True"
         raise MissingKeyError("optimizer states are missing", got=absent, expected=expected, where=table)
     for name, value in states.items():
+        _check_optimizer(value, target, f"{table}.{name}")
         _check_values(value, (ids.numel(), target.state_slots[name].count), _FLOATS, f"{table}.{name}")
     metadata = state.get(f"{table}.metadata")
     if metadata is not None:
         _check_values(metadata, (ids.numel(), 1), (torch.int64,), f"{table}.metadata")
-    return _Incoming(ids, weight, None, metadata, {} if weights_only else states, step)
+    return _Incoming(ids, weight, None, metadata, states, step)
 
 
 def _step(state: Mapping[str, Any], table: str) -> int | None:
@@ -284,6 +287,18 @@ def _check_values(value: Any, shape: tuple[int, int], dtypes: tuple[torch.dtype,
         raise ShapeError("another shape than expected", got=tuple(value.shape), expected=shape, where=where)
     if value.device.type != "cpu":
         raise ShapeError("a tensor on another device than the store", got=value.device, expected="cpu", where=where)
+
+
+def _check_optimizer(value: Any, target: RowLayout, where: str) -> None:
+    """Demand that a view of a state is one of the same optimizer; nothing else knows. Raises ConfigError."""
+    found = value.state_optimizer if isinstance(value, KVTensor) else None
+    if found not in (None, target.optimizer):
+        raise ConfigError(
+            "other optimizer state than the store's rows; weights_only=True loads weights alone",
+            got=found,
+            expected=target.optimizer,
+            where=where,
+        )
 
 
 def _row_layout(store: RowStore, table: str, weight: torch.Tensor) -> RowLayout:

@@ -460,7 +460,9 @@ class KVStore(DeltaStore):
     ) -> dict[str, int]:
         """Replace the listed ids' rows by those of a state dict, in either form; other rows stay.
 
-        Whole rows: ``{table}.weight`` alone is the state, the optimizer views are not looked at. Separate form:
+        Whole rows: ``{table}.weight`` alone is the state, the optimizer views are not looked at. Lazy rows know their
+        layout; plain uint8 rows carry none, and are taken for this table's where they have its width: that they are
+        rows of these dtypes and of this optimizer is the caller's to know, only their keys are compared. Separate form:
         weights, states, and metadata where given (else timestamp now, count 0). Values of other dtypes are rounded to
         nearest even. The step comes along where it is given, but for ``weights_only``. Everything is checked before the
         first row is written, and room is made in all tables: where memory is short, nothing has changed. Two things may
@@ -473,7 +475,8 @@ class KVStore(DeltaStore):
 
         Args:
             state: as from ``state_dict``, lazy or plain tensors, on the CPU.
-            weights_only: leave every optimizer state at zero; needed when the state dict's optimizer is another.
+            weights_only: leave every optimizer state at zero; needed when the state dict's optimizer is another. States
+                in the state dict are not looked at.
             tables: only these; None is all of this store.
             clear: other rows of these tables go.
 
@@ -482,8 +485,9 @@ class KVStore(DeltaStore):
 
         Raises:
             MissingKeyError: names that are not there. CorruptionError: keys and ids disagree, or an id stands twice.
-            ConfigError, ShapeError: other widths, numbers or optimizers. UnsupportedError: dtypes that are no weights,
-            states or metadata. CapacityError: more rows than a table may hold.
+            ShapeError: other widths or numbers. ConfigError: another optimizer, where views of its states or rows tell
+            of it; plain tensors of states do not, as long as their shapes are right. UnsupportedError: dtypes that are
+            no weights, states or metadata. CapacityError: more rows than a table may hold.
         """
         found = load_state_dict(self, self._engine, state, weights_only=weights_only, tables=tables, clear=clear)
         for table in found:

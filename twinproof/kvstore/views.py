@@ -502,6 +502,13 @@ class KVTensor(LazyRows):
         return self._ids.clone()
 
     @property
+    def state_optimizer(self) -> str | None:
+        """The optimizer whose state this view shows; None where it shows none, or was pickled without its layout."""
+        if self._layout is None or self.view_name in ("row", "weight", "metadata"):
+            return None
+        return self._layout.optimizer
+
+    @property
     def source(self) -> RowSource:
         """Where the rows are. Raises DetachedStoreError when they are in another process."""
         if self._source is None and self._description is not None:

@@ -89,3 +89,24 @@ states_are_not_tried = patched(
     mutated("twinproof.kvstore.statedict:_check", "*incoming.states.values(), ", ""),
     kills="KV-366",
 )
+
+states_looked_at = patched(
+    "States are looked at, too, where weights alone are loaded.",
+    mutated("twinproof.kvstore.statedict:_incoming", "() if weights_only else target", "target"),
+    kills="KV-435",
+)
+states_of_any_optimizer = patched(
+    "Views of states are taken for those of any optimizer.",
+    mutated("twinproof.kvstore.statedict:_check_optimizer", "found not in (None, target.optimizer)", "False"),
+    kills="KV-436",
+)
+shapes_before_optimizers = patched(
+    "Views of states of another width are refused by their shape, which does not say why.",
+    mutated(
+        "twinproof.kvstore.statedict:_incoming",
+        '_check_optimizer(value, target, f"{table}.{name}")',
+        '_check_values(value, (ids.numel(), target.state_slots[name].count), _FLOATS, f"{table}.{name}"); '
+        '_check_optimizer(value, target, f"{table}.{name}")',
+    ),
+    kills="KV-436",
+)

@@ -1,0 +1,75 @@
+"""Faults that ``test_loaded_parts`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+_CHECK = "twinproof.kvstore.deltas:check_part"
+_COVERS = "twinproof.kvstore.deltas:LoadedPart.covers"
+_JOINED = "twinproof.kvstore.deltas:LoadedPart.joined"
+_AFTER = "twinproof.kvstore.deltas:part_after"
+
+deltas_of_any_buckets = patched(
+    "A delta is taken for buckets that its base was not loaded for.",
+    mutated(_CHECK, "not held.covers(asked)", "False"),
+    kills="KV-431",
+)
+last_part_alone = patched(
+    "Of full loads of one save for several ranges the last one alone counts.",
+    mutated(_AFTER, "held.joined(asked)", "asked"),
+    kills="KV-431",
+)
+gaps_are_loaded = patched(
+    "Of full loads of one save for several ranges all that lies between counts as loaded.",
+    mutated(_JOINED, "begin <= ranges[-1][1]", "True"),
+    kills="KV-431",
+)
+
+deltas_of_any_states = patched(
+    "A delta is taken with states where its base was loaded without.",
+    mutated(_CHECK, "held.weights_only and not asked.weights_only", "False"),
+    kills="KV-434",
+)
+states_of_no_optimizer = patched(
+    "Rows without states count as loaded without them.",
+    mutated("twinproof.kvstore.disk:_part", " and bool(store.layout(table).state_slots)", ""),
+    kills="KV-434",
+)
+without_states_for_ever = patched(
+    "A table that was once loaded without states counts so after a full load with them.",
+    mutated(_AFTER, "held is None or name != store.fingerprints.loaded(store, table)", "held is None"),
+    mutated(_JOINED, "self.weights_only != other.weights_only or other.covers(self)", "False"),
+    kills="KV-434",
+)
+
+nothing_is_something = patched(
+    "A delta of nothing is loaded only where one with rows would be.",
+    mutated(_CHECK, " or _is_idle(store, saved, table)", ""),
+    kills="KV-437",
+)
+nothing_narrows = patched(
+    "A delta of nothing leaves the buckets and states that it was loaded for.",
+    mutated(_AFTER, "return held\n", "return asked\n"),
+    kills="KV-437",
+)
+nothing_is_counted_together = patched(
+    "A delta of nothing counts together with its base as full loads do.",
+    mutated(_AFTER, "if _is_idle(store, saved, table):", "if False:"),
+    kills="KV-437",
+)
+
+ranges_of_any_buckets = patched(
+    "Buckets of a delta are looked for among those of its base by their numbers, whatever ids they have.",
+    mutated(_COVERS, "self.buckets == other.buckets and all(", "all("),
+    kills="KV-438",
+)
+whole_bases_do_not_count = patched(
+    "A base that was loaded whole takes no delta of other buckets.",
+    mutated(_COVERS, " or self.ranges == ((0, self.buckets.total_count),)", ""),
+    kills="KV-438",
+)
+ranges_side_by_side = patched(
+    "Ranges of full loads that lie side by side stay two, and are never the whole.",
+    mutated(_JOINED, "begin <= ranges[-1][1]", "begin < ranges[-1][1]"),
+    kills="KV-438",
+)

@@ -1,0 +1,183 @@
+"""Which part of its base a delta finds: buckets, and states. What a load left out, no delta of it may go on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from conformance.harness import assert_equal, examples, raises, requirement, succeeds
+from conformance.kvstore.cases import assert_contents, contents, ids_of, random_rows, save, store_of, weights_of
+from twinproof.errors import DeltaBaseError
+
+TOTAL = 4
+RANGES = [(begin, end) for begin in range(TOTAL + 1) for end in range(begin, TOTAL + 1)]
+
+
+def empty(kvstore: Any, optimizer: str = "adagrad", **options: Any) -> Any:
+    """A store of one table."""
+    return store_of(kvstore, kvstore.RowLayout(4, optimizer=optimizer), **options)
+
+
+def saved(
+    kvstore: Any, folder: Path, *, optimizer: str = "adagrad", delta_buckets: tuple[Any, ...] = (TOTAL,)
+) -> list[dict[str, dict[int, bytes]]]:
+    """A full save and two deltas that change and remove ids of each of the four buckets, and what each leaves."""
+    store, buckets = empty(kvstore, optimizer, track_changes=True), kvstore.Buckets(TOTAL)
+    held: list[dict[str, dict[int, bytes]]] = []
+    # None is outside of 4 chunks of 8.
+    store.set_rows("t", random_rows(store, range(32), 1))
+    mark = save(kvstore, store, folder / "0", buckets=buckets).mark
+    held.append(contents(store))
+    for number in (1, 2):
+        store.set("t", ids_of(range(6 * number, 6 * number + 6)), weights_of(store, 6, number))
+        store.delete("t", ids_of(range(30 - 5 * number, 35 - 5 * number)))
+        mark = save(kvstore, store, folder / f"{number}", since=mark, buckets=kvstore.Buckets(*delta_buckets)).mark
+        held.append(contents(store))
+    return held
+
+
+def part_of(held: dict[str, dict[int, bytes]], buckets: set[int]) -> dict[str, dict[int, bytes]]:
+    """The rows of these buckets."""
+    return {"t": {key: row for key, row in held["t"].items() if key % TOTAL in buckets}}
+
+
+@requirement(
+    "KV-431",
+    "A delta MUST load only for buckets that its base was loaded for, full loads of one save counted together: else it "
+    "is refused, both told by name, and the store stays. What it leaves MUST be all of those buckets' rows.",
+)
+@examples(40)
+@example(full=[(2, 3), (0, 1)], later=[(0, 3), (0, 3)])
+@example(full=[(2, 3), (0, 2)], later=[(0, 3), (0, 4)])
+@given(
+    st.lists(st.sampled_from(RANGES), min_size=1, max_size=3), st.lists(st.sampled_from(RANGES), min_size=2, max_size=2)
+)
+def test_buckets_of_bases(
+    kvstore: Any, tmp_path_factory: Any, full: list[tuple[int, int]], later: list[tuple[int, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("kv")
+    held, store = saved(kvstore, folder), empty(kvstore)
+    for owned in full:
+        kvstore.load(store, folder / "0", owned=owned)
+    mine = {bucket for begin, end in full for bucket in range(begin, end)}
+    for number, owned in enumerate(later, 1):
+        asked, where = set(range(*owned)), f"{full}, then {later[:number]}"
+        before = contents(store)
+        if asked <= mine:
+            with succeeds("load", where=where):
+                kvstore.load(store, folder / f"{number}", owned=owned)
+            found = part_of(contents(store), asked)
+            assert_equal(found, part_of(held[number], asked), where=f"{where}: rows of these buckets")
+            mine = asked
+        else:
+            told = [f"[{owned[0]}, {owned[1]}) of ", "weights_only=False", "where: "]
+            with raises(DeltaBaseError, mentions=told, where=where):
+                kvstore.load(store, folder / f"{number}", owned=owned)
+            assert_contents(store, before, where=f"{where}: after the refusal")
+            break
+
+
+@requirement(
+    "KV-434",
+    "Where the last load left states at zero, a delta MUST load with weights_only alone, and be refused by name "
+    "without it, the store staying; rows without states and full loads MUST take it either way.",
+)
+def test_states_of_bases(kvstore: Any, tmp_path: Path) -> None:
+    held = saved(kvstore, tmp_path)
+    for flags in (
+        [True, False],
+        [False, True, False],
+        [True, True, False],
+        [False, False, True],
+        [False, False, False],
+    ):
+        store, is_without = empty(kvstore), False
+        for number, flag in enumerate(flags):
+            where, before = f"weights_only={flags[: number + 1]}", contents(store)
+            if is_without and not flag:
+                told = ["got: [0, 4) of ", "weights_only=True", "weights_only=False", "where: "]
+                with raises(DeltaBaseError, mentions=told, where=where):
+                    kvstore.load(store, tmp_path / f"{number}")
+                assert_contents(store, before, where=where)
+                # Loaded anew with all states, the chain goes on.
+                for each in range(number + 1):
+                    with succeeds("load", where=f"{where}, loaded anew"):
+                        kvstore.load(store, tmp_path / f"{each}")
+                assert_contents(store, held[number], where=f"{where}, loaded anew")
+                break
+            with succeeds("load", where=where):
+                kvstore.load(store, tmp_path / f"{number}", weights_only=flag)
+            assert_equal(store.ids("t").tolist(), sorted(held[number]["t"]), where=where)
+            is_without |= flag
+    (tmp_path / "plain").mkdir()
+    held = saved(kvstore, tmp_path / "plain", optimizer="sgd")
+    store = empty(kvstore, "sgd")
+    for number, flag in enumerate((True, False, True)):
+        with succeeds("load", where=f"rows without states, {number}"):
+            kvstore.load(store, tmp_path / "plain" / f"{number}", weights_only=flag)
+        assert_contents(store, held[number], where=f"rows without states, {number}")
+
+
+@requirement(
+    "KV-437",
+    "A delta in which nothing changed MUST be taken whatever it is loaded for, and leave what the table was loaded "
+    "for as it was: the next delta loads for those buckets and states, and for no others.",
+)
+@pytest.mark.parametrize("owned", RANGES)
+@pytest.mark.parametrize("flag", [False, True])
+def test_deltas_of_nothing(kvstore: Any, tmp_path: Path, owned: tuple[int, int], flag: bool) -> None:
+    source, buckets = empty(kvstore, track_changes=True), kvstore.Buckets(TOTAL)
+    source.set_rows("t", random_rows(source, range(-8, 8), 1))
+    mark = save(kvstore, source, tmp_path / "full", buckets=buckets).mark
+    save(kvstore, source, tmp_path / "idle", since=mark, buckets=buckets)
+    source.set("t", ids_of(range(8)), weights_of(source, 8, 2))
+    save(kvstore, source, tmp_path / "last", since=mark, buckets=buckets)
+    expected = part_of(contents(source), {1, 2})
+    for base_flag in (False, True):
+        store, where = empty(kvstore), f"base weights_only={base_flag}, idle {owned}, {flag}"
+        kvstore.load(store, tmp_path / "full", owned=(1, 3), weights_only=base_flag)
+        before = contents(store)
+        with succeeds("load", where=f"{where}: a delta of nothing"):
+            kvstore.load(store, tmp_path / "idle", owned=owned, weights_only=flag)
+        assert_contents(store, before, where=where)
+        asked: dict[str, Any] = {"owned": (1, 3), "weights_only": base_flag}
+        wrongs: list[dict[str, Any]] = [{"owned": (0, 2)}, {"owned": (2, 4)}, *([{"weights_only": False}] * base_flag)]
+        for wrong in wrongs:
+            with raises(DeltaBaseError, where=f"{where}: {wrong}"):
+                kvstore.load(store, tmp_path / "last", **(asked | wrong))
+        with succeeds("load", where=f"{where}: the next one"):
+            kvstore.load(store, tmp_path / "last", **asked)
+        assert_equal(store.ids("t").tolist(), sorted(expected["t"]), where=where)
+        if not base_flag:
+            assert_contents(store, expected, where=where)
+
+
+@requirement(
+    "KV-438",
+    "A delta that was saved with other buckets than its base MUST load where the base was loaded for all of its "
+    "buckets, for any of the delta's, and be refused by name where the base was loaded for some.",
+)
+@pytest.mark.parametrize("buckets", [(1,), (3,), (8,), (TOTAL, "chunk", 8)])
+def test_other_buckets_than_the_base(kvstore: Any, tmp_path: Path, buckets: tuple[Any, ...]) -> None:
+    held = saved(kvstore, tmp_path, delta_buckets=buckets)
+    for full in ([(0, TOTAL)], [(0, 2), (2, TOTAL)], [(3, TOTAL), (1, 2), (0, 3)]):
+        store = empty(kvstore)
+        for owned in full:
+            kvstore.load(store, tmp_path / "0", owned=owned)
+        for number in (1, 2):
+            with succeeds("load", where=f"{full}, delta {number}"):
+                kvstore.load(store, tmp_path / f"{number}")
+            assert_contents(store, held[number], where=f"{full}, delta {number}")
+    for full in ([(0, 1)], [(0, 2), (3, TOTAL)], [(1, TOTAL)]):
+        store = empty(kvstore)
+        for owned in full:
+            kvstore.load(store, tmp_path / "0", owned=owned)
+        before = contents(store)
+        for part in ((0, buckets[0]), (0, 1)):
+            with raises(DeltaBaseError, mentions=[f"total_count={buckets[0]}"], where=f"{full}, then {part}"):
+                kvstore.load(store, tmp_path / "1", owned=part)
+            assert_contents(store, before, where=f"{full}, then {part}")
