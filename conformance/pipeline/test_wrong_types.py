@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import assert_flags_are_no_text, raises, requirement, succeeds
-from twinproof.errors import ConfigError, UnsupportedError
+from conformance.harness import Rank, assert_flags_are_no_text, raises, requirement, succeeds
+from twinproof.errors import ConfigError, DistributedError, UnsupportedError
 
 SCHEDULES = ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineFusedSparseDist", "TrainPipelineSemiSync")
 
@@ -230,3 +230,76 @@ def test_no_engines(pipeline: Any, name: str) -> None:
         mentions = ("where: engine", f"got: {type(engine).__name__}")
         with raises(ConfigError, mentions=mentions, where=repr(engine)):
             getattr(pipeline, name)(model, optimizer, torch.device("cpu"), engine=engine)
+
+
+class _Loader:
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+NO_ITERATORS: tuple[Any, ...] = (None, 7, "ab", [], [1, 2], _Loader())
+ALL_SCHEDULES = (*SCHEDULES, "PrefetchTrainPipelineSparseDist", "EvalPipelineSparseDist")
+
+
+def _made(pipeline: Any, name: str, **options: Any) -> Any:
+    model = _Model(pipeline, lambda x: (x.sum(), x))
+    optimizer = torch.optim.SGD(model.over.parameters(), lr=0.1)
+    if name.startswith("Eval"):
+        model.eval()
+    return getattr(pipeline, name)(model, optimizer, torch.device("cpu"), **options)
+
+
+def _one_without_loader(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    options = {} if name.startswith("Eval") else {"reduce_dense_gradients": True}
+    made = _made(pipeline, name, process_group=rank.group, **options)
+    # Both hear of it, and neither waits for the other.
+    kind, mentions = (ConfigError, ("an iterator of batches",)) if rank.rank else (DistributedError, ("another rank",))
+    with raises(kind, mentions=mentions, where=f"{name}, rank {rank.rank}"):
+        made.progress(None if rank.rank else iter([_batch(pipeline)]))
+
+
+@requirement(
+    "PIPE-696",
+    "What is no iterator MUST be refused by name where batches are asked of it, on every rank where one rank is given "
+    "such; no batch is lost by it.",
+)
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
+def test_no_iterators(pipeline: Any, rank_pool: Any, name: str) -> None:
+    made = _made(pipeline, name)
+    for wrong in NO_ITERATORS:
+        mentions = ("where: dataloader_iter", f"got: {type(wrong).__name__}", "iter(loader)")
+        with raises(ConfigError, mentions=mentions, where=f"{name}, {wrong!r}"):
+            made.progress(wrong)
+    batches = iter([_batch(pipeline) for _ in range(3)])
+    for step in range(3):
+        with succeeds("progress", where=f"{name}, step {step}"):
+            made.progress(batches)
+    with raises(StopIteration, where=f"{name}, behind the last batch"):
+        made.progress(batches)
+    rank_pool.run(_one_without_loader, 2, name)
+
+
+@requirement(
+    "PIPE-697",
+    "A custom_model_fwd that cannot be called, and a start_batch that is no int, MUST be refused by name when the "
+    "pipeline is made.",
+)
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
+def test_parts_of_schedules(pipeline: Any, name: str) -> None:
+    no_functions: tuple[Any, ...] = (5, 0, "forward", [len])
+    for wrong in no_functions:
+        mentions = ("where: custom_model_fwd", f"got: {type(wrong).__name__}")
+        with raises(ConfigError, mentions=mentions, where=f"{name}, {wrong!r}"):
+            _made(pipeline, name, custom_model_fwd=wrong)
+    with succeeds(name, where="no function"):
+        _made(pipeline, name, custom_model_fwd=None)
+    if "Semi" not in name:
+        return
+    no_numbers: tuple[Any, ...] = ("x", "1", None, 1.5, [1], torch.zeros(2))
+    for wrong in no_numbers:
+        with raises(ConfigError, mentions=("where: start_batch", "an int"), where=f"{name}, {wrong!r}"):
+            _made(pipeline, name, start_batch=wrong)
+    for given in (0, -1, 900, torch.tensor(3)):
+        with succeeds(name, where=f"start_batch={given}"):
+            _made(pipeline, name, start_batch=given)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import copy
 import enum
 import math
+import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
 
-from twinproof.errors import ConfigError, UnsupportedError, check_kind, check_number
-from twinproof.optimizers import FUSED_OPTIMIZERS, OPTIMIZERS, Hyper
+from twinproof.errors import ConfigError, MissingKeyError, UnsupportedError, check_kind, check_number
+from twinproof.optimizers import FUSED_OPTIMIZERS, OPTIMIZERS, STEP_MAX, Hyper
 
 __all__ = [
     "DataType",
@@ -37,6 +38,7 @@ __all__ = [
     "initialized",
     "optimizer_in_backward",
     "own_config",
+    "own_step",
     "readable",
 ]
 
@@ -360,15 +362,40 @@ class FusedOptimizer:
         return OPTIMIZERS[self.kind].widths(columns)
 
 
+def own_step(value: Any, where: str) -> int:
+    """A count of steps out of a state dict: a whole number, or a tensor of one. Raises ConfigError."""
+    found = value
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        found = value.item()
+    if isinstance(found, float) and found.is_integer():
+        # Torch's own optimizers keep their steps in float32.
+        found = int(found)
+    try:
+        count = operator.index(found)
+    except TypeError:
+        count = -1
+    # The step behind the last is none.
+    if not 0 <= count < STEP_MAX:
+        got, expected = repr(value)[:200], f"one whole number from 0 to {STEP_MAX - 1}"
+        raise ConfigError("not a count of steps", got=got, expected=expected, where=where)
+    return count
+
+
+# What users know of torch's groups, and no step here reads.
+_UNREAD = ("eps", "betas", "beta1", "beta2")
+
+
 class InBackwardOptimizer(torch.optim.Optimizer):
     """A handle on the optimizer in the backward, for schedulers: ``step()`` and ``zero_grad()`` do nothing.
 
     Attributes:
-        config: what was asked for; the learning rate of the moment is ``param_groups[0]["lr"]``.
+        config: what was asked for; the learning rate of the moment is ``param_groups[0]["lr"]``. eps and betas are
+            those of ``config``: put into the group they are refused by the next backward.
         step_count: backward passes so far; Adam's step. It is an option of the group, so that a state dict has it.
 
     Raises:
-        ConfigError: what is no FusedOptimizer.
+        ConfigError: what is no FusedOptimizer; a step that is none. MissingKeyError: ``load_state_dict`` without the
+            learning rate or the step. Then nothing was changed.
     """
 
     def __init__(self, config: FusedOptimizer) -> None:
@@ -382,6 +409,16 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         state: dict[str, Any] = super().__getstate__()
         return {**state, "config": self.config}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Torch's load_state_dict comes here, too, before it changes anything.
+        for group in state["param_groups"]:
+            missing = [name for name in ("lr", "step_count") if name not in group]
+            if missing:
+                expected = "lr and step_count, as state_dict() of the optimizer in the backward has them"
+                raise MissingKeyError("options are not here", got=missing, expected=expected, where="param_groups")
+            group["step_count"] = own_step(group["step_count"], "step_count")
+        super().__setstate__(state)
+
     @property
     def step_count(self) -> int:
         """See the class."""
@@ -390,7 +427,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     @step_count.setter
     def step_count(self, count: int) -> None:
-        self.param_groups[0]["step_count"] = count
+        self.param_groups[0]["step_count"] = own_step(count, "step_count")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The backward has taken it already."""
@@ -402,7 +439,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def count_step(self) -> None:
         """A backward is a step, unless what it would step with is refused; schedulers are told. Raises ConfigError."""
         self._hyper(self.step_count + 1)
-        self.step_count += 1
+        self.param_groups[0]["step_count"] += 1
         self._opt_called = True
 
     def hyper(self) -> Hyper:
@@ -410,7 +447,12 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         return self._hyper(self.step_count)
 
     def _hyper(self, step: int) -> Hyper:
-        return self.config.hyper(check_number(self.param_groups[0]["lr"], "lr"), step)
+        group = self.param_groups[0]
+        for name in _UNREAD:
+            if name in group:
+                expected = f"none: FusedOptimizer({self.config.kind!r}, eps=, beta1=, beta2=) has it, for good"
+                raise ConfigError(f"{name} of a group is not read", got=group[name], expected=expected, where=name)
+        return self.config.hyper(check_number(group["lr"], "lr"), step)
 
 
 # By name: row-wise ones are no classes of torch's.
@@ -508,6 +550,24 @@ def check_parts(model: Any, optimizer: Any) -> None:
     if lacks:
         got, expected = f"{type(optimizer).__name__} without {lacks}", "a torch.optim.Optimizer, or what steps as one"
         raise ConfigError("not an optimizer", got=got, expected=expected, where="optimizer")
+
+
+def check_loader(loader: Any) -> Iterator[Any]:
+    """The iterator that batches are taken from. Raises ConfigError for what is none, a list and a DataLoader too."""
+    if not hasattr(loader, "__next__"):
+        got, expected = type(loader).__name__, "an iterator of batches: iter(loader)"
+        raise ConfigError("no iterator", got=got, expected=expected, where="dataloader_iter")
+    found: Iterator[Any] = loader
+    return found
+
+
+def check_start(start_batch: Any) -> int:
+    """The number of a batch. Raises ConfigError."""
+    try:
+        return operator.index(start_batch)
+    except TypeError:
+        got = repr(start_batch)[:200]
+        raise ConfigError("not the number of a batch", got=got, expected="an int", where="start_batch") from None
 
 
 def check_answer(answer: Any, model: torch.nn.Module) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from twinproof.engine import weakly
 from twinproof.errors import ConfigError, DistributedError, PipelineError, UnsupportedError, check_flags
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.optimizers import clear_gradients, trained_params
-from twinproof.pipeline.config import check_answer, check_losses, check_parts
+from twinproof.pipeline.config import check_answer, check_loader, check_losses, check_parts, check_start
 from twinproof.pipeline.sharding import made_for_training
 from twinproof.pipeline.stages import (
     Attachment,
@@ -156,7 +156,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         removed: dict[str, list[Any]] = {"batch": [], "context": []}
         self.batches = QueueView(self._queue, "batch", self._adopted, removed, self._replace)
         self.contexts = QueueView(self._queue, "context", self._adopted, removed, self._replace)
-        self._dataloader_iter: Iterator[In] | None = None
+        self._dataloader_iter: Any = None
         self._dataloader_exhausted = self._failed = False
         # Raised out of a list: an exception that a frame of its own traceback had would keep the pipeline.
         self._deferred: list[BaseException] = []
@@ -341,17 +341,13 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     def _pull_until(self, count: int) -> None:
         """Have this many batches in flight, if the loader has them."""
         while len(self._queue) < count and not self._dataloader_exhausted:
-            if not self.enqueue_batch(self._loader()):
+            if not self.enqueue_batch(self._dataloader_iter):
                 return
 
     def _take_loader(self, dataloader_iter: Iterator[In]) -> None:
         """Another iterator than the last one has not ended."""
         if dataloader_iter is not self._dataloader_iter:
             self._dataloader_iter, self._dataloader_exhausted = dataloader_iter, False
-
-    def _loader(self) -> Iterator[In]:
-        assert self._dataloader_iter is not None
-        return self._dataloader_iter
 
     @property
     def _count_before_forward(self) -> int:
@@ -400,7 +396,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         return made
 
     def _next(self) -> In:
-        batch = next(self._loader())
+        # Not before: ranks agree on what one of them refuses.
+        batch: In = next(check_loader(self._dataloader_iter))
         if batch is None:
             raise ConfigError("the loader gave None", got=None, expected="a batch", where=f"batch {self.pulled_count}")
         self.pulled_count += 1
@@ -917,7 +914,7 @@ class TrainPipelineSemiSync(LookupPipeline[In, Out]):
         reduce_dense_gradients: bool | None = None,
     ) -> None:
         check_flags(stash_gradients=stash_gradients)
-        self._start_batch, self._stashes = start_batch, stash_gradients
+        self._start_batch, self._stashes = check_start(start_batch), stash_gradients
         self._stash: dict[torch.Tensor, torch.Tensor | None] | None = None
         options = Options(
             execute_all_batches,

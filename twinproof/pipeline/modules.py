@@ -29,6 +29,7 @@ from twinproof.pipeline.config import (
     embedding_names,
     initial_weight,
     initialized,
+    own_step,
     readable,
 )
 from twinproof.pipeline.jagged import Bags, as_many, check_ids, check_places, check_positions, of_tables, positions_in
@@ -193,7 +194,8 @@ class TableBatchedEmbeddingBags(BoundToLookup):
     at first, [E, D], or [E, 1] where the optimizer keeps one value for a row. A state dict has both, and the ``step``.
 
     Raises:
-        ConfigError: see ``EmbeddingBagConfig`` and ``FusedOptimizer``. ShapeError: weights of another shape.
+        ConfigError: see ``EmbeddingBagConfig`` and ``FusedOptimizer``; a loaded step that is none, before anything is
+            changed. ShapeError: weights of another shape.
     """
 
     def __init__(
@@ -245,14 +247,14 @@ class TableBatchedEmbeddingBags(BoundToLookup):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
-        dtypes = {name: held.dtype for name, held in self.named_buffers(recurse=False, remove_duplicate=False)}
+        name, buffers = f"{prefix}step", self.named_buffers(recurse=False, remove_duplicate=False)
+        step, dtypes = own_step(state_dict.get(name, 0), name), {held: each.dtype for held, each in buffers}
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         # ``assign=True`` takes any tensor; one that is this table's already stays itself.
-        for name, dtype in dtypes.items():
-            self._buffers[name] = self._buffers[name].to(dtype).contiguous()  # type: ignore[union-attr]
-        name = f"{prefix}step"
+        for held, dtype in dtypes.items():
+            self._buffers[held] = self._buffers[held].to(dtype).contiguous()  # type: ignore[union-attr]
         if name in state_dict:
-            self.fused_optimizer.step_count = int(state_dict[name])
+            self.fused_optimizer.step_count = step
             unexpected[:] = [each for each in unexpected if each != name]
         elif strict:
             missing.append(name)
@@ -291,9 +293,8 @@ class TableBatchedEmbeddingBags(BoundToLookup):
         """The bags, ids outside their tables treated as configured. Raises what ``forward`` does."""
         self._check_offsets(bags)
         counts = [self.tables[table].num_embeddings for table in self.feature_tables]
-        return check_bounds(
-            bags, counts, [self.tables[t].name for t in self.feature_tables], self.bounds_check, self._engine
-        )
+        names = [self.tables[table].name for table in self.feature_tables]
+        return check_bounds(bags, counts, names, self.bounds_check, self._engine)
 
     def _check_offsets(self, bags: Bags) -> None:
         count, found = len(self.feature_tables), bags.offsets.numel() - 1
@@ -302,11 +303,9 @@ class TableBatchedEmbeddingBags(BoundToLookup):
             raise ShapeError("offsets are [features * samples + 1]", got=found + 1, expected=expected, where="offsets")
         check_ids(bags)
         if bags.offsets.device.type == "cpu":
-            ends = (int(bags.offsets[0]), int(bags.offsets[-1]))
-            if ends != (0, bags.indices.numel()) or bool((bags.offsets.diff() < 0).any()):
-                raise ShapeError(
-                    "offsets do not cut the ids", got=ends, expected=(0, bags.indices.numel()), where="offsets"
-                )
+            ends, whole = (int(bags.offsets[0]), int(bags.offsets[-1])), (0, bags.indices.numel())
+            if ends != whole or bool((bags.offsets.diff() < 0).any()):
+                raise ShapeError("offsets do not cut the ids", got=ends, expected=whole, where="offsets")
 
     def _held(self) -> list[HeldTable]:
         return [HeldTable(self.weight(index), table.is_mean) for index, table in enumerate(self.tables)]
@@ -435,9 +434,10 @@ class StoreRows:
         return rows.to(torch.float32)
 
     def step(self, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper) -> None:
-        """Take one step of the optimizer in the rows, from the gradient [n, D] of each id."""
+        """Take one step of the optimizer in the rows, from the gradient [n, D] of each id; see ``key_value``."""
         betas = {"eps": hyper.eps, "beta1": hyper.beta1, "beta2": hyper.beta2}
-        self.store.apply_gradients(self.table, ids.contiguous(), grads, hyper.lr, hyper.step, **betas)
+        step = max(hyper.step, self.store.step_count(self.table) + 1)
+        self.store.apply_gradients(self.table, ids.contiguous(), grads, hyper.lr, step, **betas)
 
 
 class KeyValueBags:

@@ -21,7 +21,14 @@ from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeEr
 from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
-from twinproof.pipeline.config import FusedOptimizer, PoolingType, carry_over, check_bounds_kind, optimizer_in_backward
+from twinproof.pipeline.config import (
+    FusedOptimizer,
+    PoolingType,
+    carry_over,
+    check_bounds_kind,
+    optimizer_in_backward,
+    own_step,
+)
 from twinproof.pipeline.jagged import Bags, divisor_on, of_tables
 from twinproof.pipeline.modules import (
     EmbeddingBagCollection,
@@ -281,8 +288,8 @@ class TableParts:
         """Take states from parts at the same places, or from whole tensors.
 
         Raises:
-            MissingKeyError: names that are absent. ShapeError, UnsupportedError: see ``check_part``. Then nothing was
-                changed.
+            MissingKeyError: names that are absent. ConfigError: a step that is none. ShapeError, UnsupportedError: see
+                ``check_part``. Then nothing was changed.
         """
         views = self.views(states=True)
         missing = sorted({*views, STEP} - set(state))
@@ -291,7 +298,7 @@ class TableParts:
             raise MissingKeyError(
                 "names are not in the state dict", got=missing, expected=expected, where="optimizer state"
             )
-        step = int(state[STEP])
+        step = own_step(state[STEP], STEP)
         for name, view in views.items():
             check_part(view, state[name], name)
         for name, view in views.items():
@@ -810,8 +817,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Take states from parts at the same places, or from whole tensors.
 
         Raises:
-            MissingKeyError: names that are absent. ShapeError: another shape, place or dtype. UnsupportedError: no
-                dense tensor, or one on meta. Then nothing was changed.
+            MissingKeyError: names that are absent. ConfigError: a step that is none. ShapeError: another shape, place
+                or dtype. UnsupportedError: no dense tensor, or one on meta. Then nothing was changed.
         """
         self._parts.load_optimizer_state_dict(state)
 

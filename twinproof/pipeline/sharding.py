@@ -345,7 +345,12 @@ def data_parallel() -> TableSharding:
 
 
 def key_value(store: Any, buckets: Buckets) -> TableSharding:
-    """Rows in each rank's own ``KVStore``, dealt by bucket as ``rank_buckets`` says; the store has the table's name."""
+    """Rows in each rank's own ``KVStore``, dealt by bucket as ``rank_buckets`` says; the store has the table's name.
+
+    A backward's step of the rows is the collection's, but never below the one after ``store.step_count(table)``, so
+    that rows which were loaded with their step go on from it, as rows that a ``KVEmbedding`` has trained meanwhile.
+    Each rank asks its own store: who sets or trains a table beside the collection does it alike on every rank.
+    """
     return TableSharding("key_value", (), buckets, store)
 
 

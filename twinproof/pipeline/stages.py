@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from twinproof.errors import ConfigError, PipelineError, check_flags
+from twinproof.errors import ConfigError, PipelineError, check_flags, check_kind
 from twinproof.optimizers import trained_params
 from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from twinproof.pipeline.config import untraceable
@@ -801,7 +801,8 @@ class Options:
         looks_up_before_update: whether a batch may be looked up before the update of the one before it.
 
     Raises:
-        ConfigError: ``apply_jit`` and the two behind it, which have no meaning here; an interval below 1.
+        ConfigError: ``apply_jit`` and the two behind it, which have no meaning here; an interval below 1; a
+            ``custom_model_fwd`` that cannot be called.
     """
 
     execute_all_batches: bool = True
@@ -822,6 +823,8 @@ class Options:
     clear_data_dist_inputs: bool = False
 
     def __post_init__(self) -> None:
+        if self.custom_model_fwd is not None:
+            check_kind(self.custom_model_fwd, Callable, "custom_model_fwd", "a function of the batch, or None")
         check_flags(
             execute_all_batches=self.execute_all_batches,
             reduce_dense_gradients=self.reduce_dense_gradients,

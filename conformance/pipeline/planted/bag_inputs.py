@@ -92,7 +92,7 @@ names_by_table = patched(
     "Table-batched lookups name the table that stands where the feature does.",
     mutated(
         "twinproof.pipeline.modules:TableBatchedEmbeddingBags.checked",
-        "[self.tables[t].name for t in self.feature_tables]",
+        "[self.tables[table].name for table in self.feature_tables]",
         "[table.name for table in self.tables]",
     ),
     kills="PIPE-626",

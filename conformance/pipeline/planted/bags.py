@@ -248,8 +248,8 @@ rates_as_they_come = patched(
     "A learning rate that is no number is Python's error.",
     mutated(
         "twinproof.pipeline.config:InBackwardOptimizer._hyper",
-        'check_number(self.param_groups[0]["lr"], "lr")',
-        'float(self.param_groups[0]["lr"])',
+        'check_number(group["lr"], "lr")',
+        'float(group["lr"])',
     ),
     kills="PIPE-688",
 )

@@ -118,8 +118,8 @@ assigned_as_given = patched(
     "A load that assigns takes any dtype and any order of memory.",
     mutated(
         "twinproof.pipeline.modules:TableBatchedEmbeddingBags._load_from_state_dict",
-        "self._buffers[name].to(dtype).contiguous()",
-        "self._buffers[name]",
+        "self._buffers[held].to(dtype).contiguous()",
+        "self._buffers[held]",
     ),
     kills="PIPE-659",
 )

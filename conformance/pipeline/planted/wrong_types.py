@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.harness import fault, mutated, patched
+from conformance.harness import fault, mutated, patched, swap
 from twinproof.errors import ConfigError
 
 
@@ -74,4 +74,32 @@ no_engine_where_it_is_false = patched(
     ),
     kills="PIPE-670",
     of="fastimpl",
+)
+
+loaders_are_iterators = patched(
+    "What is no iterator is Python's error.",
+    swap("twinproof.pipeline.driver:check_loader", lambda loader: loader),
+    kills="PIPE-696",
+)
+iterables_are_iterators = patched(
+    "What can be iterated passes for an iterator.",
+    mutated("twinproof.pipeline.config:check_loader", '"__next__"', '"__iter__"'),
+    kills="PIPE-696",
+)
+any_forward = patched(
+    "What cannot be called is called.",
+    mutated("twinproof.pipeline.stages:Options.__post_init__", "if self.custom_model_fwd is not None:", "if False:"),
+    kills="PIPE-697",
+)
+no_forward_where_it_is_false = patched(
+    "A forward that counts as false is none.",
+    mutated(
+        "twinproof.pipeline.stages:Options.__post_init__", "self.custom_model_fwd is not None", "self.custom_model_fwd"
+    ),
+    kills="PIPE-697",
+)
+any_start = patched(
+    "What is no number of a batch is compared with one.",
+    swap("twinproof.pipeline.driver:check_start", lambda start_batch: start_batch),
+    kills="PIPE-697",
 )

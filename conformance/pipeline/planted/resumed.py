@@ -1,0 +1,76 @@
+"""Faults that ``test_resumed`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched, swap
+
+_STORED = "self.store.step_count(self.table) + 1"
+
+steps_of_the_collection = patched(
+    "Rows are stepped with the collection's step, whatever their table had.",
+    mutated("twinproof.pipeline.modules:StoreRows.step", f"max(hyper.step, {_STORED})", "hyper.step"),
+    kills="PIPE-689",
+)
+steps_of_the_table = patched(
+    "Rows are stepped with the step behind their table's last, whatever the collection was set to.",
+    mutated("twinproof.pipeline.modules:StoreRows.step", f"max(hyper.step, {_STORED})", _STORED),
+    kills="PIPE-689",
+)
+last_step_again = patched(
+    "The last step of a table is taken once more.",
+    mutated("twinproof.pipeline.modules:StoreRows.step", "(self.table) + 1", "(self.table)"),
+    kills="PIPE-689",
+)
+steps_as_python_takes_them = patched(
+    "The step of a state dict is whatever Python makes an int of.",
+    swap("twinproof.pipeline.sharded:own_step", lambda value, where: int(value)),
+    swap("twinproof.pipeline.modules:own_step", lambda value, where: int(value)),
+    kills="PIPE-693",
+)
+steps_behind_the_states = patched(
+    "The step of a state dict is looked at when states are loaded.",
+    mutated(
+        "twinproof.pipeline.sharded:TableParts.load_optimizer_state_dict",
+        "step = own_step(state[STEP], STEP)\n",
+        "step = state[STEP]\n",
+    ),
+    kills="PIPE-693",
+)
+steps_behind_the_tables = patched(
+    "The step of a state dict is looked at when tables are loaded.",
+    mutated(
+        "twinproof.pipeline.modules:TableBatchedEmbeddingBags._load_from_state_dict",
+        "own_step(state_dict.get(name, 0), name)",
+        "state_dict.get(name, 0)",
+    ),
+    kills="PIPE-693",
+)
+groups_without_options = patched(
+    "An option that is not in the group is missed when it is read.",
+    mutated("twinproof.pipeline.config:InBackwardOptimizer.__setstate__", "if name not in group", "if False"),
+    kills="PIPE-694",
+)
+any_step_of_a_handle = patched(
+    "A step is loaded as it is given.",
+    mutated(
+        "twinproof.pipeline.config:InBackwardOptimizer.__setstate__",
+        'own_step(group["step_count"], "step_count")',
+        'group["step_count"]',
+    ),
+    kills="PIPE-694",
+)
+no_more_steps = patched(
+    "The last step is taken for one that another can follow.",
+    mutated("twinproof.pipeline.config:own_step", "count < STEP_MAX", "count <= STEP_MAX"),
+    kills="PIPE-694",
+)
+options_passed_over = patched(
+    "eps and betas of the group are not read, and nobody says so.",
+    mutated("twinproof.pipeline.config:InBackwardOptimizer._hyper", "if name in group:", "if False:"),
+    kills="PIPE-695",
+)
+betas_passed_over = patched(
+    "betas of the group are not read, and nobody says so.",
+    swap("twinproof.pipeline.config:_UNREAD", ("eps",)),
+    kills="PIPE-695",
+)
