@@ -443,7 +443,9 @@ def judge(mutant: Mutant, tree: Path, coverage: Coverage) -> Verdict | None:
     finally:
         for name, content in kept.items():
             (tree / name).write_bytes(content)
-    now = after.splitlines()[mutant.line - 1].strip() if mutant.line <= len(after.splitlines()) else ""
+    # What is added behind a line is told, and not the line again.
+    made = [line.strip() for line in after.splitlines()[mutant.line - 1 : mutant.line + 1]]
+    now = next((line for line in made if line != mutant.before), "")
     told = (mutant.key, mutant.component, mutant.file, mutant.line, mutant.operator, mutant.before, now)
     return Verdict(*told, verdict, by, round(time.monotonic() - began, 1), digest)
 

@@ -165,7 +165,7 @@ def _of_results(source: _Source, function: ast.FunctionDef | ast.AsyncFunctionDe
         name, value = statement.targets[0].id, statement.value
         ends = isinstance(following, ast.Return) and following.value is not None
         is_result = ends and ast.unparse(following) == f"return {name}"
-        if following is not None and not is_result and not isinstance(value, ast.Constant):
+        if following is not None and not is_result and not isinstance(value, ast.Constant) and not _is_full(value):
             # The truth of a tensor may cost a wait for a device, or mean nothing.
             empty = f'not ({name}.numel() if hasattr({name}, "numel") else {name})'
             result = f" {name}" if returns_value else ""
@@ -174,6 +174,12 @@ def _of_results(source: _Source, function: ast.FunctionDef | ast.AsyncFunctionDe
         if is_method and any(isinstance(node, ast.Call) for node in ast.walk(value)):
             kept = f'self.__dict__.setdefault("kept_{statement.lineno}", {source.text(value)})'
             yield source.slip("remember", value, kept)
+
+
+def _is_full(value: ast.expr) -> bool:
+    """Whether a value is written with something in it, so that nobody finds it empty."""
+    written = isinstance(value, ast.Tuple | ast.List | ast.Set)
+    return written and any(not isinstance(each, ast.Starred) for each in value.elts)
 
 
 def _of_conditions(source: _Source, node: ast.AST) -> Iterator[Slip]:

@@ -119,7 +119,7 @@ def test_shortcuts_are_added(slips: Any) -> None:
     text = (
         "class Rows:\n    def send(self):\n        ids = self.find(1)\n        count = 1\n        push(ids)\n"
         "    def all(self):\n        rows = sorted(self.rows)\n        return rows\n"
-        "def one(rows):\n    first = rows[:1]\n    return first.sum()\n"
+        "def one(rows):\n    first = rows[:1]\n    pair = (1, first)\n    return sum(pair)\n"
     )
     empty = '+if not ({0}.numel() if hasattr({0}, "numel") else {0}): return{1}'
     assert _changed(slips, text, "slip/shortcut") == [[empty.format("first", " first")], [empty.format("ids", "")]]

@@ -580,7 +580,8 @@ class Eager(Jagged):
         if found != expected:
             raise ShapeError("not a batch of these sizes", got=found, expected=expected, where="copy_")
         for mine, theirs in pairs:
-            if mine is not None and theirs is not None:
+            # Both are there, or neither is.
+            if mine is not None:
                 mine.copy_(theirs, non_blocking=non_blocking)
 
 
@@ -883,10 +884,6 @@ class KeyedMoves(Eager):
 
     def _check_strides(self, bag_count: int) -> None:
         ranks, key_count = self._stride_per_key_per_rank, len(self._keys)
-        if ranks is None and self._stride is None and bag_count % key_count:
-            raise ShapeError(
-                "lengths are [keys * stride]", got=bag_count, expected=f"{key_count} * stride", where="lengths"
-            )
         if ranks is not None and (ranks.dim() != 2 or ranks.shape[0] != key_count):
             expected = (key_count, "ranks")
             raise ShapeError(
