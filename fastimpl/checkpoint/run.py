@@ -28,7 +28,8 @@ from twinproof.checkpoint.publish import storage_error
 
 IN_FLIGHT_BYTES = regime(8 << 20, 256)  # Exchanged bytes that wait in memory before the next round is posted.
 # What systems say that do not copy between these files, or not at all, where others still could read and write.
-_CANNOT_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+# A source that became a folder is told by its own name, by whoever reads it then.
+_CANNOT_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EISDIR)
 
 Staged = Sequence[tuple[DoubleBuffer, object]]
 
