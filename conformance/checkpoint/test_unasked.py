@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from conformance.checkpoint.trainer import Said, alone
-from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
+from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
 from twinproof.errors import MissingKeyError, PlanError
 
 
@@ -158,6 +160,13 @@ def _parts_unlike(rank: Rank, path: str) -> None:
         {own: torch.tensor([0, 0.0][rank.rank]), "seen": torch.tensor(rank.rank)},
     )
     assert_equal(_plain(found), _plain(said), where=own)
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    whole = torch.arange(4, dtype=torch.float64) / 3
+    _save(checkpoint, Path(path) / "cut", {"cut": distribute_tensor(whole, mesh, [Shard(0)])})
+    fresh = {"cut": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}
+    found = _load(checkpoint, Path(path) / "cut", "load_training", fresh)["cut"]
+    assert_equal(found.placements, (Shard(0),), where=f"{own}: how it is cut")
+    assert_same_tensor(found.full_tensor(), whole, where=f"{own}: a tensor that is cut")
 
 
 @requirement(

@@ -802,29 +802,28 @@ def as_saved(value: Any, name: str, saved: Collection[str]) -> Any:
     """
     if not isinstance(value, Mapping) or name in saved:
         return value
-    parts = {key: _saved_part(each, f"{name}.{key}", saved) for key, each in value.items()}
-    if value and all(part is _UNSAVED for part in parts.values()):
-        is_known = f"{_NO_TEXT}{name}" in saved or any(each.startswith(f"{name}.") for each in saved)
-        if not is_known:
-            expected = "one that was among the states of the save"
-            raise MissingKeyError(
-                "the checkpoint has nothing of an object", got=name, expected=expected, where="states"
-            )
+    # Names, and where there are names below: once for all lists of an object.
+    own = [each for each in saved if each.startswith(f"{name}.")]
+    known = {*own, *(each[:at] for each in own for at, letter in enumerate(each) if letter == ".")}
+    parts = {key: _saved_part(each, f"{name}.{key}", saved, known) for key, each in value.items()}
+    if not own and f"{_NO_TEXT}{name}" not in saved and any(part is _UNSAVED for part in parts.values()):
+        expected = "one that was among the states of the save"
+        raise MissingKeyError("the checkpoint has nothing of an object", got=name, expected=expected, where="states")
     for key, each in value.items():
         if parts[key] is _UNSAVED and isinstance(each, Mapping):
             parts[key] = _with_parts(each, dict.fromkeys(each, _UNSAVED))
     return _with_parts(value, parts)
 
 
-def _saved_part(value: Any, path: str, saved: Collection[str]) -> Any:
+def _saved_part(value: Any, path: str, saved: Collection[str], known: Collection[str]) -> Any:
     if path in saved or (isinstance(value, Mapping) and not value):
         return value
     if isinstance(value, Mapping):
-        parts = {key: _saved_part(each, f"{path}.{key}", saved) for key, each in value.items()}
+        parts = {key: _saved_part(each, f"{path}.{key}", saved, known) for key, each in value.items()}
         return _UNSAVED if all(part is _UNSAVED for part in parts.values()) else _with_parts(value, parts)
     # Torch names what stands in a list by its place, where there are tensors or mappings among it.
-    if isinstance(value, list) and any(each.startswith(f"{path}.") for each in saved):
-        entries = [_saved_part(each, f"{path}.{place}", saved) for place, each in enumerate(value)]
+    if isinstance(value, list) and path in known:
+        entries = [_saved_part(each, f"{path}.{place}", saved, known) for place, each in enumerate(value)]
         while entries and entries[-1] is _UNSAVED:
             entries.pop()
         # One that is lost between others has its place: torch says which.
@@ -913,11 +912,11 @@ def not_asked(asked: State, owners: State, metadata: Metadata) -> tuple[list[str
     one of another size. Of ``optimizers`` that is so of options, as a learning rate. ``owners``: what said the targets.
     """
     saved, paths, names = metadata.state_dict_metadata, metadata.planner_data, _objects(owners)
-    flags = [name for name, each in owners.items() if isinstance(each, OptimizerStates)]
+    optimizers = [name for name, each in owners.items() if isinstance(each, OptimizerStates)]
     # A planner of somebody else's may keep no paths.
-    if not names + flags or not isinstance(paths, Mapping):
+    if not names + optimizers or not isinstance(paths, Mapping):
         return [], []
-    mine, _ = flatten_state_dict({name: asked[name] for name in names + flags})
+    mine, _ = flatten_state_dict({name: asked[name] for name in names + optimizers})
     below = {fqn: path for fqn, path in paths.items() if len(path) > 1}
     rest = [fqn for fqn, path in below.items() if path[0] in names and fqn not in mine]
     unlike = [
@@ -930,9 +929,11 @@ def not_asked(asked: State, owners: State, metadata: Metadata) -> tuple[list[str
 
 
 def _fits(target: Any, saved: Any) -> bool:
-    """Whether a value of the checkpoint can be read into a target as it is; what is cut or lazy is judged elsewhere."""
+    """Whether a value of the checkpoint can be read into a target as it is; sizes of shards are judged elsewhere."""
     if not isinstance(saved, TensorStorageMetadata):
         return True
+    if isinstance(target, DTensor):
+        return target.dtype == saved.properties.dtype or target.shape != saved.size
     if type(target) not in (torch.Tensor, torch.nn.Parameter):
         return isinstance(target, torch.Tensor)
     return (target.dtype, target.shape) == (saved.properties.dtype, saved.size)
@@ -985,6 +986,8 @@ def _memory_for(saved: TensorStorageMetadata, param: torch.Tensor | None, fqn: s
 def _placed_in(value: Any, tree: Any, path: str, said: Container[str]) -> Any:
     """A target with the places of a tree; what it had is not changed."""
     if isinstance(tree, _Place):
+        if tree.value is not None and isinstance(value, DTensor):
+            return torch.empty_like(value.detach(), dtype=tree.value.dtype)
         if tree.value is not None and isinstance(value, torch.Tensor) and not value.is_meta:
             return torch.empty_like(tree.value, device=value.device)
         return tree.value

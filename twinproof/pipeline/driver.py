@@ -197,7 +197,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     def _refuse_late(self, calls: list[Call]) -> None:
         late = [call.name for call in calls if self.options.strict and self.is_late(call)]
         if late:
-            raise ConfigError("the optimizer updates what a lookup reads", got=late, expected="no such", where="strict")
+            raise ConfigError("the optimizer updates what a lookup reads", got=late, expected="none", where="strict")
 
     def _drive(self) -> None:
         self.calls = self._traces.calls

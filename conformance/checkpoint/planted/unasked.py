@@ -38,7 +38,9 @@ keys_of_new_entries_stay_text = patched(
 )
 paths_of_every_planner = patched(
     "A checkpoint is taken to have the paths of its names, whatever planner saved it.",
-    mutated(f"{_NATIVE}:not_asked", "not names + flags or not isinstance(paths, Mapping)", "not names + flags"),
+    mutated(
+        f"{_NATIVE}:not_asked", "not names + optimizers or not isinstance(paths, Mapping)", "not names + optimizers"
+    ),
     kills="CKPT-825",
 )
 later_entries_demanded = patched(
