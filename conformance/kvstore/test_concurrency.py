@@ -239,6 +239,8 @@ class _Watched:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
+    acquire, release = __enter__, __exit__
+
 
 @requirement(
     "KV-346",
@@ -321,7 +323,9 @@ def test_steps_of_threads(kvstore: Any) -> None:
     "KV-368",
     "A round that several threads step MUST look at each of its rows once, and tell exactly what it did.",
 )
-def test_rounds_in_threads(kvstore: Any) -> None:
+def test_rounds_in_threads(kvstore: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    met, others = threading.Event(), list[threading.Thread]()
+    monkeypatch.setattr("twinproof.kvstore.eviction.lock_over_forks", lambda rank: _Watched(met))
     store, count = store_of(kvstore), 3000
     store.set("t", ids_of(range(count)), torch.zeros(count, store.layout("t").embedding_dim))
     round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.count(5), slice_rows=7)
@@ -330,6 +334,24 @@ def test_rounds_in_threads(kvstore: Any) -> None:
         while round_.step():
             pass
 
+    def beside() -> None:
+        round_.step()
+        met.set()
+
+    def around(original: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        if not others:
+            # Behind a slice and before its count: whoever steps now either has done so, or says that it has to wait.
+            others.append(threading.Thread(target=beside))
+            others[0].start()
+            assert_equal(met.wait(20), True, where="another thread, while one is behind its slice")
+        return result
+
+    engines = ("twinproof.kvstore.store:LockedRows", "fastimpl.kvstore.store:NativeRows")
+    with wrap(tuple(f"{engine}.evict_some" for engine in engines), around):
+        round_.step()
+        for thread in others:
+            thread.join()
     together(step, step, step, round_.run)
     assert_equal((round_.stats.processed_count, round_.stats.evicted_count), (count, count), where="rows looked at")
     assert_equal((round_.done, store.size("t")), (True, 0), where="at the end")
