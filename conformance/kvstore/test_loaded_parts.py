@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.harness import assert_equal, examples, raises, requirement, succeeds
+from conformance.harness import Rank, assert_equal, examples, raises, requirement, succeeds
 from conformance.kvstore.cases import assert_contents, contents, ids_of, random_rows, save, store_of, weights_of
-from twinproof.errors import DeltaBaseError
+from twinproof.errors import ConfigError, DeltaBaseError
 
 TOTAL = 4
 RANGES = [(begin, end) for begin in range(TOTAL + 1) for end in range(begin, TOTAL + 1)]
@@ -181,3 +183,84 @@ def test_other_buckets_than_the_base(kvstore: Any, tmp_path: Path, buckets: tupl
             with raises(DeltaBaseError, mentions=[f"total_count={buckets[0]}"], where=f"{full}, then {part}"):
                 kvstore.load(store, tmp_path / "1", owned=part)
             assert_contents(store, before, where=f"{full}, then {part}")
+
+
+def _said(call: Callable[[], object]) -> str:
+    """The name of the error that it ends in, with what it tells of parts."""
+    try:
+        call()
+    except ConfigError as error:
+        return f"{type(error).__name__} {error.got}, {error.where}"
+    except DeltaBaseError as error:
+        return type(error).__name__
+    return "none"
+
+
+def _delta_of_ranks(rank: Rank, folder: str, parts: list[tuple[int, int]]) -> tuple[str, ...]:
+    """Load this rank's part, train, and save a delta; what it says, and what its loads say."""
+    kvstore, path = rank.component("kvstore"), Path(folder)
+    buckets = kvstore.Buckets(TOTAL)
+    store, (begin, end) = empty(kvstore, track_changes=True), parts[rank.rank]
+    kvstore.load(store, path / "0", owned=(begin, end))
+    mark, first = store.mark(), 2 * rank.rank
+    store.set("t", ids_of([first, first + 4, first + 101]), weights_of(store, 3, 9))
+    said = _said(lambda: save(kvstore, store, path / "delta", since=mark, buckets=buckets))
+    if said != "none":
+        later = save(kvstore, store, path / "full", buckets=buckets).mark
+        store.delete("t", ids_of([first]))
+        save(kvstore, store, path / "later", since=later, buckets=buckets)
+    chain = ["0", "delta"] if said == "none" else ["full", "later"]
+    target, other = empty(kvstore), empty(kvstore)
+    for name in chain:
+        kvstore.load(target, path / name, owned=(0, TOTAL))
+    held = {2 * rank.rank, 2 * rank.rank + 1}
+    assert_equal(part_of(contents(target), held), part_of(contents(store), held), where=f"{parts}: this rank's rows")
+    return said, _said(lambda: kvstore.load(other, path / chain[1], owned=(0, TOTAL)))
+
+
+@requirement(
+    "KV-450",
+    "A delta since a mark at which the ranks together had a part of what they had loaded, and nothing else that has a "
+    "name, MUST be refused on every rank, table and part told by name. Parts that are the whole together MUST be its "
+    "base, and a full save the base of a delta behind it.",
+)
+def test_deltas_of_parts(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    saved(kvstore, tmp_path)
+    for begin, end in RANGES:
+        store, where = empty(kvstore, track_changes=True), f"[{begin}, {end})"
+        kvstore.load(store, tmp_path / "0", owned=(begin, end))
+        mark = store.mark()
+        store.set("t", ids_of([begin]), weights_of(store, 1, 9))
+        path = tmp_path / f"delta {begin} {end}"
+        if begin == end or (begin, end) == (0, TOTAL):
+            with succeeds("a save", where=where):
+                save(kvstore, store, path, since=mark)
+            # Nothing of it is a base of its own: what nothing was loaded into.
+            for number, base in enumerate((None, tmp_path / "0")):
+                target = empty(kvstore)
+                if base is not None:
+                    kvstore.load(target, base)
+                called = _said(partial(kvstore.load, target, path))
+                expected = "none" if bool(number) == (begin < end) else "DeltaBaseError"
+                assert_equal(called, expected, where=f"{where}: on {base}")
+        else:
+            with raises(ConfigError, mentions=(f"got: {where} of ", "where: since, t"), where=where):
+                save(kvstore, store, path, since=mark)
+            assert_equal(path.exists(), False, where=f"{where}: something is written")
+    store = empty(kvstore, track_changes=True)
+    kvstore.load(store, tmp_path / "0", owned=(1, 3))
+    mark = save(kvstore, store, tmp_path / "part").mark
+    store.set("t", ids_of([1]), weights_of(store, 1, 9))
+    with succeeds("a save", where="since a full save of the part"):
+        save(kvstore, store, tmp_path / "of the part", since=mark)
+    target = empty(kvstore)
+    kvstore.load(target, tmp_path / "0")
+    with raises(DeltaBaseError, where="a delta of the part, on the whole"):
+        kvstore.load(target, tmp_path / "of the part")
+    for number, (parts, lacks) in enumerate(
+        [([(0, 2), (2, 4)], ""), ([(0, 2), (2, 3)], "[0, 3)"), ([(0, 1), (2, 4)], "[0, 1), [2, 4)")]
+    ):
+        saved(kvstore, tmp_path / f"{number}")
+        found = rank_pool.run(_delta_of_ranks, 2, str(tmp_path / f"{number}"), parts, timeout_s=60)
+        told = f"ConfigError {lacks} of {kvstore.Buckets(TOTAL)}, weights_only=False, since, t" if lacks else "none"
+        assert_equal(found, [(told, "DeltaBaseError")] * 2, where=f"{parts}: by rank")

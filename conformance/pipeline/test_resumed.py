@@ -195,8 +195,9 @@ def test_handles(pipeline: Any) -> None:
 
 @requirement(
     "PIPE-695",
-    "eps or betas in the group of the optimizer in the backward, which no step reads, MUST be refused by name by the "
-    "next backward, which is no step: neither table nor step count changes.",
+    "Options of torch's optimizers in the group of the optimizer in the backward, which no step reads, MUST be refused "
+    "by name by the next backward, which is no step: neither table nor step count changes. 0 and False of those that "
+    "its formula does without MUST pass.",
 )
 @pytest.mark.parametrize("kind", ["lookups", "sharded"])
 def test_unread_options(pipeline: Any, kind: str) -> None:
@@ -208,16 +209,20 @@ def test_unread_options(pipeline: Any, kind: str) -> None:
         made.sum().backward()
 
     (group,), before = module.fused_optimizer.param_groups, _numbers(module, kind)
-    for name, value in (("eps", 1e-3), ("betas", (0.5, 0.5)), ("beta1", 0.5), ("beta2", 0.5)):
+    constants = {"eps": 1e-3, "betas": (0.5, 0.5), "beta1": 0.5, "beta2": 0.5}
+    without = {"weight_decay": 0.5, "momentum": 0.9, "dampening": 0.5, "lr_decay": 0.5}
+    without |= dict.fromkeys(("nesterov", "amsgrad", "maximize"), True)
+    for name, value in (constants | without).items():
         group[name] = value
-        with raises(ConfigError, mentions=(f"where: {name}", f"got: {value}", "FusedOptimizer('adam'"), where=name):
+        words = "FusedOptimizer('adam'" if name in constants else f"'adam' in the backward has no {name}"
+        with raises(ConfigError, mentions=(f"where: {name}", f"got: {value}", words), where=name):
             backward()
         del group[name]
         assert_equal(module.fused_optimizer.step_count, 0, where=f"steps, after {name}")
         for found, expected in zip(_numbers(module, kind), before, strict=True):
             assert_bits(found, expected, f"after {name}")
     # What a scheduler keeps there is its own.
-    group |= {"initial_lr": 0.5, "max_lr": 1.0}
-    with succeeds("a backward", where="options of schedulers"):
+    group |= {"initial_lr": 0.5, "max_lr": 1.0} | {name: type(value)() for name, value in without.items()}
+    with succeeds("a backward", where="options of schedulers, and those without which it steps"):
         backward()
     assert_equal(module.fused_optimizer.step_count, 1, where="steps")

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -160,9 +161,14 @@ class LoadedPart:
         ranges = ", ".join(f"[{begin}, {end})" for begin, end in self.ranges) or "none"
         return f"{ranges} of {self.buckets}, weights_only={self.weights_only}"
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all buckets."""
+        return self.ranges == ((0, self.buckets.total_count),)
+
     def covers(self, other: LoadedPart) -> bool:
         """Whether each id of the other's buckets is of these, too. Of other counts or modes all buckets alone are."""
-        if not other.ranges or self.ranges == ((0, self.buckets.total_count),):
+        if not other.ranges or self.is_whole:
             return True
         return self.buckets == other.buckets and all(
             any(begin <= first and behind <= end for begin, end in self.ranges) for first, behind in other.ranges
@@ -193,21 +199,26 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self.first_mark = 0
-        self._at: dict[int, dict[str, set[str]]] = {}
+        self._at: dict[int, dict[str, dict[str, LoadedPart | None]]] = {}
         self._loaded: dict[str, str | None] = {}
         self._parts: dict[str, LoadedPart] = {}
 
-    def note(self, mark: int, names: dict[str, str]) -> None:
-        """The tables hold at ``mark`` what these fingerprints name; the same contents may have several."""
+    def note(self, mark: int, names: dict[str, str], part: LoadedPart | None = None) -> None:
+        """The tables hold at ``mark`` what these fingerprints name, or a part; the same contents may have several."""
         if mark < self.first_mark:
             return
         known = self._at.setdefault(mark, {})
         for table, name in names.items():
-            known.setdefault(table, set()).add(name)
+            known.setdefault(table, {})[name] = part
 
     def at(self, mark: int, table: str) -> tuple[str, ...]:
         """The fingerprints of the table at a mark; none where it was neither saved nor loaded."""
-        return tuple(sorted(self._at.get(mark, {}).get(table, set()) | ({EMPTY} if mark == 0 else set())))
+        return tuple(sorted(set(self._at.get(mark, {}).get(table, ())) | ({EMPTY} if mark == 0 else set())))
+
+    def parts_at(self, mark: int, table: str) -> dict[str, LoadedPart]:
+        """Those of the fingerprints of which this process had a part at that mark, and the part."""
+        known = self._at.get(mark, {}).get(table, {})
+        return {name: part for name, part in known.items() if part is not None}
 
     @property
     def mark_count(self) -> int:
@@ -317,7 +328,10 @@ def fingerprint_of(rows: Iterable[int], removed: Iterable[int], row_count: int, 
 
 @dataclass(frozen=True)
 class TableSummary:
-    """What one rank saves of a table: counts, digests for the fingerprint, and the optimizer's step."""
+    """What one rank saves of a table: counts, digests for the fingerprint, and the optimizer's step.
+
+    ``base_parts``: those of ``bases`` that this rank had a part of, and the part.
+    """
 
     row_count: int
     deleted_count: int
@@ -325,6 +339,7 @@ class TableSummary:
     deleted_digest: int = 0
     bases: tuple[str, ...] = ()
     step: int = 0
+    base_parts: Mapping[str, LoadedPart] = field(default_factory=dict)
 
 
 # Fingerprints, those of the bases, and optimizers' steps, by table.
@@ -347,29 +362,51 @@ def summary_of(
     if not store.options.track_changes:
         return TableSummary(ids.numel(), gone.numel(), step=source.step_count(table))
     bases = () if since is None else store.fingerprints.at(since, table)
+    base_parts = {} if since is None else store.fingerprints.parts_at(since, table)
     if since is not None:
         # Of a moment that was taken before the store forgot: without its bases the delta would load anywhere.
         check_remembered(since, store.fingerprints.first_mark)
-    return TableSummary(
-        ids.numel(), gone.numel(), digest_rows(source, table, ids), digest_ids(gone), bases, source.step_count(table)
-    )
+    digests = digest_rows(source, table, ids), digest_ids(gone)
+    return TableSummary(ids.numel(), gone.numel(), *digests, bases, source.step_count(table), base_parts)
 
 
 def named(store: DeltaStore, by_rank: list[dict[str, TableSummary]], since: int | None) -> SaveNames:
     """Each table's fingerprint and those of its bases, the same on every rank; none where nothing is tracked.
 
-    And the furthest step of each table whose rows have an optimizer.
+    And the furthest step of each table whose rows have an optimizer. Raises ConfigError for a delta since a mark at
+    which the ranks together had a part of what it would be a delta of.
     """
     names: dict[str, str] = {}
     bases: dict[str, tuple[str, ...]] = {}
     for table in store.tables if store.options.track_changes else ():
         parts = [found[table] for found in by_rank]
-        bases[table] = tuple(sorted(set(parts[0].bases).intersection(*(part.bases for part in parts))))
+        bases[table] = _held_by_all(table, parts)
         # A delta on a base without a fingerprint leads nowhere that a later delta could name.
         if since is None or bases[table]:
             names[table] = _name_of(parts, since, bases[table])
     trained = [table for table in store.tables if store.layout(table).optimizer != "none"]
     return names, bases, {table: max(found[table].step for found in by_rank) for table in trained}
+
+
+def _held_by_all(table: str, by_rank: list[TableSummary]) -> tuple[str, ...]:
+    """The bases that all ranks name and have all buckets of, together; of whose buckets they have none, ``EMPTY``.
+
+    With others the delta would say that it leaves rows which none of these ranks has: those of the other buckets.
+    """
+    held, lacking = set[str](), list[LoadedPart]()
+    for name in set(by_rank[0].bases).intersection(*(one.bases for one in by_rank)):
+        parts = [one.base_parts[name] for one in by_rank if name in one.base_parts]
+        together = reduce(LoadedPart.joined, parts) if len(parts) == len(by_rank) else None
+        if together is None or together.is_whole:
+            held.add(name)
+        elif together.ranges:
+            lacking.append(together)
+        else:
+            held.add(EMPTY)
+    if lacking and not held:
+        got, expected = "; ".join(map(str, lacking)), "a load of all buckets over the ranks, or a mark of a full save"
+        raise ConfigError("a delta of what was loaded in part", got=got, expected=expected, where=f"since, {table}")
+    return tuple(sorted(held))
 
 
 def _name_of(parts: list[TableSummary], since: int | None, bases: tuple[str, ...]) -> str:
@@ -433,4 +470,4 @@ def note_load(
         else:
             whole = whole and bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))
         if name is not None and whole:
-            store.fingerprints.note(store.mark(), {table: name})
+            store.fingerprints.note(store.mark(), {table: name}, parts[table])

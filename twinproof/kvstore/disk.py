@@ -482,9 +482,10 @@ class StoreFiles:
                 ``enable_consolidation=False``: ``load`` takes rows as their layout says, in final files.
 
         Raises:
-            ConfigError: an id outside this rank's buckets, changes that are not tracked, ranks that ask for different
-                buckets, forms or kinds, or for what is none or cannot be loaded, or whose rows have different layouts;
-                on every rank. A process that is not of the group.
+            ConfigError: an id outside this rank's buckets, changes that are not tracked, a delta of what the ranks
+                together had loaded in part, ranks that ask for different buckets, forms or kinds, or for what is none
+                or cannot be loaded, or whose rows have different layouts; on every rank. A process that is not of the
+                group.
             CheckpointExistsError, StorageError, DistributedError.
         """
         chosen = Buckets() if buckets is None else buckets

@@ -381,8 +381,9 @@ def own_step(value: Any, where: str) -> int:
     return count
 
 
-# What users know of torch's groups, and no step here reads.
+# What users know of torch's groups, and no step here reads: the first are constants of it, the others it does without.
 _UNREAD = ("eps", "betas", "beta1", "beta2")
+_WITHOUT = ("weight_decay", "momentum", "dampening", "nesterov", "lr_decay", "amsgrad", "maximize")
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):
@@ -390,7 +391,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     Attributes:
         config: what was asked for; the learning rate of the moment is ``param_groups[0]["lr"]``. eps and betas are
-            those of ``config``: put into the group they are refused by the next backward.
+            those of ``config``: put into the group they are refused by the next backward, as weight_decay, momentum
+            and what else of torch's optimizers no formula here has, unless it is 0 or False.
         step_count: backward passes so far; Adam's step. It is an option of the group, so that a state dict has it.
 
     Raises:
@@ -452,6 +454,10 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             if name in group:
                 expected = f"none: FusedOptimizer({self.config.kind!r}, eps=, beta1=, beta2=) has it, for good"
                 raise ConfigError(f"{name} of a group is not read", got=group[name], expected=expected, where=name)
+        for name in _WITHOUT:
+            if group.get(name):
+                got, expected = group[name], f"0, False or none: {self.config.kind!r} in the backward has no {name}"
+                raise ConfigError(f"{name} of a group is not read", got=got, expected=expected, where=name)
         return self.config.hyper(check_number(group["lr"], "lr"), step)
 
 

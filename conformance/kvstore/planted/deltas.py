@@ -171,8 +171,8 @@ one_name_for_a_moment = patched(
     "Of several saves of one moment the last alone is a base of deltas.",
     mutated(
         "twinproof.kvstore.deltas:Fingerprints.note",
-        "known.setdefault(table, set()).add(name)",
-        "known[table] = {name}",
+        "known.setdefault(table, {})[name] = part",
+        "known[table] = {name: part}",
     ),
     kills="KV-312",
 )

@@ -65,11 +65,27 @@ ranges_of_any_buckets = patched(
 )
 whole_bases_do_not_count = patched(
     "A base that was loaded whole takes no delta of other buckets.",
-    mutated(_COVERS, " or self.ranges == ((0, self.buckets.total_count),)", ""),
+    mutated(_COVERS, " or self.is_whole", ""),
     kills="KV-438",
 )
 ranges_side_by_side = patched(
     "Ranges of full loads that lie side by side stay two, and are never the whole.",
     mutated(_JOINED, "begin <= ranges[-1][1]", "begin < ranges[-1][1]"),
     kills="KV-438",
+)
+
+deltas_of_any_part = patched(
+    "A delta of a part of what was loaded goes for one of the whole.",
+    mutated("twinproof.kvstore.deltas:_held_by_all", "if len(parts) == len(by_rank) else None", "if False else None"),
+    kills="KV-450",
+)
+part_of_each_rank = patched(
+    "Parts of ranks do not count together.",
+    mutated("twinproof.kvstore.deltas:_held_by_all", "reduce(LoadedPart.joined, parts)", "parts[0]"),
+    kills="KV-450",
+)
+parts_hide_full_saves = patched(
+    "A part that was loaded hides the full save that was made at the same mark.",
+    mutated("twinproof.kvstore.deltas:_held_by_all", "lacking and not held", "lacking"),
+    kills="KV-450",
 )

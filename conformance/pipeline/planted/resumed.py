@@ -74,3 +74,8 @@ betas_passed_over = patched(
     swap("twinproof.pipeline.config:_UNREAD", ("eps",)),
     kills="PIPE-695",
 )
+decay_passed_over = patched(
+    "What the fused formulas do without is not looked for in the group.",
+    mutated("twinproof.pipeline.config:InBackwardOptimizer._hyper", "if group.get(name):", "if False:"),
+    kills="PIPE-695",
+)
