@@ -26,14 +26,20 @@ def readers_exclude_each_other() -> Iterator[None]:
 @fault(kills="KV-124")
 def locks_in_either_order() -> Iterator[None]:
     """A write and a snapshot take the same two locks in opposite orders."""
-    first, second = threading.Lock(), threading.Lock()
+    first, second, over = threading.Lock(), threading.Lock(), threading.Event()
 
     def meet(one: threading.Lock, other: threading.Lock, original: Any, arguments: Any, options: Any) -> Any:
         with one:
             # Long enough for another thread to take the other lock.
             threading.Event().wait(0.002)
-            with other:
+            while not other.acquire(timeout=0.05):
+                # Threads that stayed would hold the store's own locks, which a fork of this process waits for.
+                if over.is_set():
+                    raise SystemExit
+            try:
                 return original(*arguments, **options)
+            finally:
+                other.release()
 
     def writing(original: Any, *arguments: Any, **options: Any) -> Any:
         return meet(first, second, original, arguments, options)
@@ -42,4 +48,7 @@ def locks_in_either_order() -> Iterator[None]:
         return meet(second, first, original, arguments, options)
 
     with wrap(engines("write"), writing), wrap(engines("snapshot"), taking):
-        yield
+        try:
+            yield
+        finally:
+            over.set()
