@@ -210,7 +210,9 @@ def _of_call(source: _Source, call: ast.Call) -> Iterator[Slip]:
         yield source.slip("same", call, f"({source.text(kept)})")
     words = [*call.args, *call.keywords]
     for position, word in enumerate(words):
-        if isinstance(word, ast.keyword) and word.arg is not None:
+        # That of zip is an assertion, which nobody sees while it holds.
+        is_strict = isinstance(call.func, ast.Name) and call.func.id == "zip"
+        if isinstance(word, ast.keyword) and word.arg is not None and not is_strict:
             begin, end = source.span(word)
             if position > 0:
                 begin = source.span(words[position - 1])[1]

@@ -232,7 +232,7 @@ def _fail_each_of(rank: Rank, root: str, what: str, at: int, most: int | None) -
         return sorted(found - kept[-1]), None
 
     # Groups of the library's own, too: ranks that wait in them for one that is gone give up.
-    with mock.patch("twinproof.checkpoint.groups._patience", lambda: PATIENCE):
+    with mock.patch("twinproof.checkpoint.groups._patience", return_value=PATIENCE):
         return fail_each(lambda group: _PROGRAMS[what](rank, folder, group), look, at=at, most=most)
 
 

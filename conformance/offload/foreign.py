@@ -101,7 +101,7 @@ class Shared(Factored):
 
 
 class Tied(Factored):
-    """A state that lies in a parameter: its own, or the next one's, at either end."""
+    """A state that lies in a parameter: its own, or the next one's, at either end; "nested" puts the next one there."""
 
     kin, at_end = "own", False
 
@@ -109,8 +109,12 @@ class Tied(Factored):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         params = [param for group in self.param_groups for param in group["params"]]
-        home = params[0] if self.kin == "own" else params[1]
+        home = params[1] if self.kin == "next" else params[0]
         flat = home.detach().view(-1)
+        if self.kin == "nested":
+            # Of all that begins before the state the parameter around it reaches furthest, and begins first.
+            inner = params[1]
+            inner.data = flat[1 : 1 + inner.numel()].view(inner.shape)
         self.state[params[0]]["tied"] = flat[-2:] if self.at_end else flat[:2]
 
 

@@ -198,6 +198,18 @@ def test_memory_of_others(offload: Any, device: str, kind: Any, options: dict[st
 
 
 @requirement(
+    "OPT-522",
+    "A state that shares memory with a parameter MUST be refused also where another parameter begins behind that one "
+    "and ends before the state.",
+)
+def test_around_others(offload: Any, device: str) -> None:
+    with proven_on(device) as place:
+        arms = _Arms(offload, place, type("Kind", (Tied,), {"kin": "nested", "at_end": True}))
+        with raises(UnsupportedError, mentions=("share memory", "the parameter", "tied", "parameter 0")):
+            arms.step()
+
+
+@requirement(
     "OPT-365", "States that lie side by side in one piece of memory, and share none of it, MUST move as others do."
 )
 def test_side_by_side(offload: Any, device: str) -> None:

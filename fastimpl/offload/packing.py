@@ -76,8 +76,6 @@ def pack(sources: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[
 
     See ``ops.pack``, which is called for so many tensors at a time: what it refuses among later ones comes too late.
     """
-    if not sources:
-        return
     if ops.available():
         count = _batch_of(slab)
         for begin in range(0, len(sources), count):
@@ -89,8 +87,6 @@ def pack(sources: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[
 
 def unpack(targets: Sequence[torch.Tensor], slab: torch.Tensor, offsets: Sequence[int]) -> None:
     """The inverse of ``pack``."""
-    if not targets:
-        return
     if ops.available():
         count = _batch_of(slab)
         for begin in range(0, len(targets), count):

@@ -99,6 +99,16 @@ others_not_looked_at = patched(
     kills="OPT-395",
 )
 
+the_last_before_it_alone = patched(
+    "A state is compared with what begins last before it, and not with what reaches furthest.",
+    mutated(
+        "twinproof.offload.states:check_separate",
+        "every = max(every, span, key=lambda each: (each.home == span.home, each.end))",
+        "every = span",
+    ),
+    kills="OPT-522",
+)
+
 parameters_in_one_piece_refused = patched(
     "Parameters that overlap in memory are refused as states are.",
     mutated("twinproof.offload.states:check_separate", "state if span.name == _OWN else every", "every"),
