@@ -10,6 +10,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -192,7 +193,9 @@ def _pytest(arguments: argparse.Namespace, rest: list[str], more: list[str]) -> 
             # A run that dies early must leave no report of an earlier one.
             arguments.report.unlink(missing_ok=True)
             command += ["--twinproof-report", str(arguments.report)]
-        code = subprocess.run(command, check=False).returncode
+        code, was_interrupted = _run_apart(command)
+        if was_interrupted:
+            raise KeyboardInterrupt
         # What a green run did, if anything, the report knows; 5 is pytest's "nothing was collected".
         if code not in (0, 1, 5):
             return 2
@@ -202,8 +205,34 @@ def _pytest(arguments: argparse.Namespace, rest: list[str], more: list[str]) -> 
         found = verdict(read_json(path))
     if found.word == "nothing ran":
         print(f"twinproof: no requirement was run on {arguments.impl}; that proves nothing", file=sys.stderr)
+        if more:
+            print(f"twinproof: no planted bug of these modules is one of {arguments.impl}", file=sys.stderr)
     # What went wrong after the report was written is pytest's code alone.
     return max(found.exit_code, int(code == 1))
+
+
+def _run_apart(command: Sequence[str]) -> tuple[int, bool]:
+    """The exit code of a process, and whether it was interrupted meanwhile.
+
+    An interrupt of a terminal reaches the process, too, which ends by itself and reports what it has done. It is told
+    of a second one here, for whoever sends interrupts to this process alone.
+    """
+    interrupt_count = 0
+
+    def interrupted(*_: object) -> None:
+        nonlocal interrupt_count
+        interrupt_count += 1
+        if interrupt_count > 1:
+            child.send_signal(signal.SIGINT)
+
+    with subprocess.Popen(command) as child:
+        # A handler, which the process does not inherit.
+        before = signal.signal(signal.SIGINT, interrupted)
+        try:
+            code = child.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    return code, interrupt_count > 0
 
 
 def _targets(rest: list[str]) -> list[str]:

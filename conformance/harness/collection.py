@@ -12,10 +12,12 @@ from conformance.harness.planted_run import bug_of
 from conformance.harness.requirements import Requirement, RequirementError, check_unique, collect_requirements
 from conformance.harness.suite import Suite, parameters_of, requirement_of_item
 
-__all__ = ["select", "tolerance_of"]
+__all__ = ["WAIVED", "select", "tolerance_of"]
 
 _DEFAULT_FACTOR = 2.0
 _FACTOR = pytest.StashKey[float]()
+# Of a test: the entry of a ledger that covers it.
+WAIVED = pytest.StashKey[Deviation]()
 
 
 def tolerance_of(item: pytest.Item) -> float:
@@ -104,6 +106,7 @@ def _should_match(suite: Suite, deviation: Deviation, collected: list[Requiremen
 
 def _waive(deviation: Deviation, item: pytest.Item) -> None:
     reason = f"{deviation.kind}: {deviation.reason} ({deviation.tracker}, since {deviation.since})"
+    item.stash[WAIVED] = deviation
     if deviation.kind == "xfail":
         item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
     elif deviation.kind == "tolerance":

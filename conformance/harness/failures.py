@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from conformance.harness.collection import WAIVED
 from conformance.harness.compare import Mismatch
 from conformance.harness.environment import environment_line
 from conformance.harness.outcomes import CaseResult
@@ -32,6 +33,16 @@ def describe(suite: Suite, item: pytest.Item, case: CaseResult, error: BaseExcep
     facts = suite.facts
     lines.append(f"environment  {facts['name']} {facts['version']}; {environment_line(suite.environment)}")
     return "\n".join(lines)
+
+
+def passed_by_now(item: pytest.Item, report: pytest.TestReport) -> Mismatch | None:
+    """The difference of a test that passes although an entry of a ledger says that it fails; else None."""
+    deviation = item.stash.get(WAIVED, None)
+    if deviation is None or not report.longreprtext.startswith("[XPASS(strict)]"):
+        return None
+    expected = f"{deviation.kind}: {deviation.reason} ({deviation.tracker}, since {deviation.since})"
+    message = "an entry of a ledger says that this fails; it passes by now: take the entry out"
+    return Mismatch(message, got="passed", expected=expected, where=deviation.place)
 
 
 # What the block calls the parts of a failure, in its order.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -32,7 +33,9 @@ def resolve_name(name: str) -> str:
     if name in registered:
         return registered[name]
     known = ", ".join(sorted(registered)) or "none"
-    raise pytest.UsageError(f"--twinproof-impl {name}: no module of that name; registered implementations: {known}")
+    raise pytest.UsageError(
+        f"--twinproof-impl {shlex.quote(name)}: no module of that name; registered implementations: {known}"
+    )
 
 
 def _spec_exists(name: str) -> bool:

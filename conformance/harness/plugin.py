@@ -23,7 +23,7 @@ from conformance.harness import implementation as implementations
 from conformance.harness.collection import select, tolerance_of
 from conformance.harness.devices import absent_capabilities, place_of, prepare_device
 from conformance.harness.environment import environment_line
-from conformance.harness.failures import describe, failure_of
+from conformance.harness.failures import describe, failure_of, passed_by_now
 from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, kills, parametrize, planted
 from conformance.harness.profiles import using_profile
 from conformance.harness.report import write_json
@@ -171,6 +171,7 @@ def pytest_runtest_makereport(
         judge(group, case, call.when, error, report, killed)
     case.duration_s += report.duration
     if report.failed:
+        error = passed_by_now(item, report) if error is None else error
         text = describe(suite, item, case, error)
         report.sections.append(("twinproof", text))
         case.outcome, case.message = "failed" if call.when == "call" else "error", text

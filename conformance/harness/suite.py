@@ -71,10 +71,16 @@ class Suite:
         """``none``, ``only``, ``own`` or ``all``."""
         return self.option("planted") or "none"
 
+    @property
+    def implementation_name(self) -> str:
+        """What was asked for. A name without a letter, as of a variable that is not set, is one that no module has."""
+        given = self.option("impl")
+        return "fastimpl" if given is None else str(given)
+
     @cached_property
     def implementation(self) -> str:
         """The module under test; ``pytest.UsageError`` when there is no such module."""
-        return resolve_name(self.option("impl") or "fastimpl")
+        return resolve_name(self.implementation_name)
 
     @property
     def device(self) -> str:
@@ -112,9 +118,10 @@ class Suite:
         """One command that runs ``item`` again in the same way."""
         module = getattr(item, "module", None)
         name = getattr(module, "__name__", "")
-        words = ["pytest", "-p", "conformance.harness.plugin"]
+        # As a module it finds packages of the current folder, as ``twinproof verify`` does.
+        words = ["python", "-m", "pytest", "-p", "conformance.harness.plugin"]
         words += ["--pyargs", "::".join([name, *item.nodeid.split("::")[1:]])] if "." in name else [item.nodeid]
-        words += ["--twinproof-impl", self.option("impl") or "fastimpl", "--twinproof-profile", self.profile]
+        words += ["--twinproof-impl", self.implementation_name, "--twinproof-profile", self.profile]
         if self.option("seconds") is not None:
             words += ["--twinproof-seconds", f"{self.seconds:g}"]
         if self.planted_mode != "none":

@@ -109,3 +109,36 @@ def test_ids_of_views(kvstore: Any) -> None:
     assert_equal(len(views), 4, where="views of weight, metadata and two moments")
     copies = {view._ids.untyped_storage().data_ptr() for view in views}
     assert_equal(len(copies), 1, where="copies of the ids")
+
+
+@requirement(
+    "KV-451",
+    "A table MUST keep each row while it grows past each power of two up to 2**16, read all rows in one batch, and "
+    "show in a snapshot those of its moment, whatever is written over them.",
+)
+def test_powers_of_two(kvstore: Any) -> None:
+    store = store_of(kvstore, kvstore.RowLayout(1))
+    held: list[tuple[int, Any]] = []
+
+    def write(begin: int, end: int, offset: float) -> None:
+        ids = torch.arange(begin, end)
+        store.set("t", ids, ids[:, None].to(torch.float32) + offset)
+
+    def check(source: Any, count: int, offset: float, where: str) -> None:
+        ids = torch.arange(count)
+        assert_bits(source.get("t", ids), ids[:, None].to(torch.float32) + offset, where)
+
+    size = 0
+    for power in range(1, 17):
+        for target in (2**power - 1, 2**power, 2**power + 1):
+            # Rows one by one around each power: the first that does not fit may be any of these.
+            write(size, target, 0.0)
+            size = target
+        check(store, size, 0.0, f"{size} rows")
+        if power in (9, 12, 16):
+            held.append((size, store.snapshot()))
+    write(0, size, 0.5)
+    check(store, size, 0.5, "all rows, written again")
+    for count, snapshot in held:
+        with snapshot as taken:
+            check(taken, count, 0.0, f"a snapshot of {count} rows")

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
@@ -63,6 +63,8 @@ def test_rows_round_trip(
     "saturating at 2**31 - 1.",
 )
 @examples(60)
+@example([3, 3, 3, 3])
+@example([3, 0, 3, 3])
 @given(strategies.close_batches)
 def test_duplicates(kvstore: Any, keys: list[int]) -> None:
     clock = Clock(50)

@@ -189,3 +189,48 @@ def test_an_interrupt_ends_without_a_traceback(
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "twinproof: interrupted\n"
+
+
+_STRIKER = """
+import os, signal
+
+def pytest_runtest_logfinish(nodeid, location):
+    # Behind the first test: what a terminal sends reaches every process of the group.
+    os.killpg(0, signal.SIGINT)
+"""
+
+
+def test_an_interrupted_run_keeps_its_report(tmp_path: Path) -> None:
+    (tmp_path / "striker.py").write_text(_STRIKER, encoding="utf-8")
+    words = ["verify", "--impl", "refimpl", "conformance.offload.test_values", "-k", "odd_sizes", "-q", "-p", "striker"]
+    # A shell's background job starts with interrupts ignored.
+    launch = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    launch += "from conformance.harness.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", launch, *words, "--report", str(tmp_path / "r.json")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(_HOME)])},
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+    )
+    assert done.returncode == 130, done.stdout + done.stderr
+    assert done.stderr.endswith("twinproof: interrupted\n")
+    found = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert [each["outcome"] for each in found["requirements"]] == ["passed"]
+    assert found["exit_status"] == 2
+
+
+def test_nobody_is_no_implementation(tmp_path: Path) -> None:
+    """As of a variable of a CI job that is not set: the library's own implementation would be judged instead."""
+    done = _twinproof(tmp_path, "verify", "--impl", "", "conformance.offload.test_values", "-k", "odd_sizes", "-q")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "--twinproof-impl '': no module of that name" in done.stderr
+
+
+def test_planted_bugs_of_nobody_are_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("", encoding="utf-8")
+    done = _twinproof(tmp_path, "planted", "--impl", "mine", "conformance.offload.test_values", "-q", "-k", "odd_sizes")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no planted bug of these modules is one of mine" in done.stderr

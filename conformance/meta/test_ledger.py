@@ -114,7 +114,16 @@ def test_an_xfail_that_passes_fails(toy: Callable[..., pytest.RunResult], tmp_pa
     ledger = _write(tmp_path / "l.toml", _ENTRY)
     result = toy(_TESTS, "--twinproof-ledger", str(ledger), "-k", "double")
     result.assert_outcomes(failed=1, xfailed=1, deselected=2)
-    result.stdout.fnmatch_lines(["*XPASS(strict)*"])
+    result.stdout.fnmatch_lines(
+        [
+            "*XPASS(strict)*",
+            "difference   an entry of a ledger says that this fails; it passes by now: take the entry out",
+            "got          passed",
+            "expected     xfail: adds one (#7, since 2026-01-31)",
+            f"where        {ledger}*",
+            "*requirements 1, tests 1: an entry of a ledger says that this fails*CKPT-001*",
+        ]
+    )
 
 
 @pytest.mark.parametrize("change", [("001", "099"), ("2026-01-31", "2026-01-31\nscope = { n = 5 }")])

@@ -122,7 +122,7 @@ def test_a_failure_says_enough(toy: Callable[..., pytest.RunResult]) -> None:
         "expected     True",
         "where        size",
         "*size=100,",
-        "reproduce    pytest -p * --pyargs toy.test_toy::test_small --twinproof-impl toy.impl --twinproof-profile ci",
+        "reproduce    python -m pytest -p * --pyargs toy.test_toy::test_small --twinproof-impl toy.impl *",
         "environment  toy.impl *; python *torch *",
     ]
     result.stdout.fnmatch_lines(lines)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import fault, mutated, patched, swap
+from conformance.kvstore.planted.planting import as_rows, engines
 
 rows_read_one_by_one = patched(
     "Each row of a saved store is read by itself.",
@@ -35,3 +36,14 @@ ids_copied_for_each_view = patched(
     mutated("twinproof.kvstore.statedict:state_dict", "KVTensor.over(source, ids[:, 0]", "KVTensor(source, ids[:, 0]"),
     kills="KV-463",
 )
+
+
+@fault(kills="KV-451", at=engines("read"))
+@as_rows
+def rows_behind_many_missing(
+    original: Any, engine: Any, table: str, ids: torch.Tensor, begin: int, end: int
+) -> torch.Tensor:
+    """A batch is read up to its 65,536th id."""
+    rows = original(engine, table, ids, begin, end)
+    rows[2**16 :] = 0
+    return rows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from conformance.harness import fault, mutated, patched
-from conformance.kvstore.planted.planting import as_rows, engines, keys_of
+from conformance.kvstore.planted.planting import as_rows, bytes_of, engines, keys_of
 
 
 @fault(kills="KV-016", at=engines("write_rows"))
@@ -115,6 +115,20 @@ def duplicates_counted_once(
     last = {key: position for position, key in enumerate(ids.tolist())}
     positions = list(last.values())
     original(store, table, ids[positions], values[positions].contiguous(), begin, now, visit=visit)
+
+
+@fault(kills="KV-014", at=engines("write"))
+def counts_begin_again(
+    original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
+) -> None:
+    """A count past 2**31 - 1 begins again."""
+    named, times = ids.unique(return_counts=True)
+    words = bytes_of(store, table, named, 8, 16).contiguous().view(torch.int64)[:, 0]
+    original(store, table, ids, values, begin, now, visit=visit)
+    if visit:
+        counts = ((words >> 32) & (2**31 - 1)) + times
+        past = counts >= 2**31
+        store.write_metadata(table, named[past], counts[past] % 2**31 << 32, (2**31 - 1) << 32)
 
 
 @fault(kills=("KV-009", "KV-054"), at=engines("write_rows"))
