@@ -44,6 +44,6 @@ def rows_behind_many_missing(
     original: Any, engine: Any, table: str, ids: torch.Tensor, begin: int, end: int
 ) -> torch.Tensor:
     """A batch is read up to its 65,536th id."""
-    rows = original(engine, table, ids, begin, end)
+    rows: torch.Tensor = original(engine, table, ids, begin, end)
     rows[2**16 :] = 0
     return rows

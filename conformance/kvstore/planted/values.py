@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ def counts_begin_again(
     original: Any, store: Any, table: str, ids: torch.Tensor, values: Any, begin: int, now: int, *, visit: bool
 ) -> None:
     """A count past 2**31 - 1 begins again."""
-    named, times = ids.unique(return_counts=True)
+    found = Counter(ids.tolist())
+    named, times = torch.tensor([*found]), torch.tensor([*found.values()])
     words = bytes_of(store, table, named, 8, 16).contiguous().view(torch.int64)[:, 0]
     original(store, table, ids, values, begin, now, visit=visit)
     if visit:

@@ -31,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
         return _refuse(f"--trace: got {trace}, expected a name that ends in .svg or .html")
     if not script.is_file():
         return _refuse(f"no such script: {script}")
+    # A script may change the current folder.
+    trace = None if trace is None else trace.absolute()
     # Torch has not looked for a device yet; it must not find one, whose work would not be seen.
     with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
         from conformance.provers.race import to_html, to_svg

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,11 @@ class Memory:
     gone_at: Any = None
 
 
+def _is_known(known: Clock, needed: Mapping[str, int]) -> bool:
+    """Whether all of these ops of streams are known to be over."""
+    return all(known.covers(*one) for one in needed.items())
+
+
 class Tracker:
     """Storages, clocks and the hazards found so far.
 
@@ -104,6 +109,8 @@ class Tracker:
         # What was given back early, each with its size; at most so many bytes are still held.
         self._deferred: list[tuple[int, dict[str, int]]] = []
         self._deferred_bytes = 0
+        # What the host knew of streams when it was last asked which of it is still held.
+        self._looked_at: dict[str, int] = {}
         self._memory: dict[int, Memory] = {}
         # Of each of them the weak reference's own number: all are asked at each op.
         self._weak: dict[int, int] = {}
@@ -145,10 +152,12 @@ class Tracker:
     def held_bytes(self) -> int:
         """See the class."""
         known = self.clocks[HOST]
-        self._deferred = [
-            (size, needed) for size, needed in self._deferred if not all(known.covers(*one) for one in needed.items())
-        ]
-        self._deferred_bytes = sum(size for size, _ in self._deferred)
+        # Of ops of its own nothing is handed out: a host that waits for nobody would look at all of it again and again.
+        of_others = {name: tick for name, tick in known.items() if name != HOST}
+        if of_others != self._looked_at:
+            self._looked_at = of_others
+            self._deferred = [(size, needed) for size, needed in self._deferred if not _is_known(known, needed)]
+            self._deferred_bytes = sum(size for size, _ in self._deferred)
         return self.live_bytes + self._deferred_bytes
 
     def sweep(self) -> None:
@@ -164,7 +173,7 @@ class Tracker:
         if not memory.on_host:
             self.live_bytes -= memory.size_bytes
             needed = {stream: access.tick for stream, access in memory.last.items() if stream in memory.kept_for}
-            if needed:
+            if needed and not _is_known(self.clocks[HOST], needed):
                 self._deferred.append((memory.size_bytes, needed))
                 self._deferred_bytes += memory.size_bytes
         self.given_back(memory)
