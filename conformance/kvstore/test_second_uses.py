@@ -125,6 +125,24 @@ def test_copies_of_no_rows(kvstore: Any) -> None:
             assert_equal((copy.source.size("t"), copy.source.ids("t").tolist()), (0, []), where=f"{name}, {way}")
 
 
+@requirement(
+    "KV-452",
+    "A copy in memory of a view MUST name its ids once each, ascending, all or those of a range with both its ends, in "
+    "whatever order and however often the view has them.",
+)
+@pytest.mark.parametrize("way", ["clone", "pickled"])
+def test_ids_of_copies(kvstore: Any, way: str) -> None:
+    store = store_of(kvstore)
+    store.set_rows("t", random_rows(store, [-3, 1, 5, 9], 4))
+    view = kvstore.KVTensor(store, ids_of([5, -3, 9, 5, 1]), "weight")
+    copy = view.clone() if way == "clone" else pickle.loads(pickle.dumps(view.clone()))
+    store.clear("t")
+    assert_equal(copy.source.ids("t").tolist(), [-3, 1, 5, 9], where=f"{way}: all ids")
+    assert_equal(copy.source.size("t"), 4, where=f"{way}: rows")
+    for begin, last, expected in ((-3, 5, [-3, 1, 5]), (-2, 8, [1, 5]), (9, 9, [9]), (6, 8, [])):
+        assert_equal(copy.source.ids("t", begin, last).tolist(), expected, where=f"{way}: ids from {begin} to {last}")
+
+
 class _Silent(LazyRows):
     """Rows of a caller's own kind, that does not say how they are read."""
 

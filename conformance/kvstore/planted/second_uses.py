@@ -34,6 +34,12 @@ no_rows_are_searched = patched(
     kills="KV-398",
 )
 
+copies_name_no_ids = patched(
+    "A copy of a view names none of its ids.",
+    mutated("twinproof.kvstore.views:_HeldReader.ids", "(self._unique >= begin)", "(self._unique is begin)"),
+    kills="KV-452",
+)
+
 rows_of_nothing = patched(
     "Rows of a kind that does not say how they are read are memory that nobody has written.",
     mutated(
