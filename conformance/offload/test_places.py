@@ -207,6 +207,32 @@ def test_scalars_of_masters(offload: Any, kind: str, options: dict[str, Any], fr
         arms.offloader.close()
 
 
+@requirement(
+    "OPT-523",
+    "A load MUST place counters by the options that it brings, as torch's does: on the device where its kernels read "
+    "them, else on the host, whatever the options were before; the next step MUST be the plain one's.",
+)
+@pytest.mark.parametrize("saved", ["fused", "capturable", "neither"])
+@pytest.mark.parametrize("before", ["fused", "neither"])
+def test_counters_by_loaded_options(offload: Any, before: str, saved: str) -> None:
+    with on_pretend() as device:
+        arms, source = (Arms(offload, device, "AdamW") for _ in range(2))
+        for each, name in ((arms, before), (source, saved)):
+            for group in [*each.optimizer.param_groups, *each.plain.param_groups]:
+                group.update(fused=name == "fused", capturable=name == "capturable")
+            each.step()
+        source.offloader.close()
+        state = source.plain.state_dict()
+        arms.offloader.load_state_dict(state)
+        arms.plain.load_state_dict(state)
+        expected = arms.plain.state[arms.theirs[0]]["step"].device
+        for number, param in enumerate(arms.mine):
+            assert_equal(arms.optimizer.state[param]["step"].device, expected, where=f"counter {number}")
+        arms.step()
+        arms.check()
+        arms.offloader.close()
+
+
 @requirement("OPT-347", "With step_device='cpu' a copy MUST step on the device, and the original go on on the CPU.")
 def test_copies_beside_steps_on_the_cpu(offload: Any) -> None:
     with on_pretend() as device:

@@ -58,3 +58,13 @@ counters_of_fused_alone = patched(
     mutated("twinproof.offload.driver:lies_on_device", 'or group.get("capturable")', ""),
     kills="OPT-454",
 )
+
+counters_by_options_of_before = patched(
+    "A load places counters by the options that the group had before.",
+    mutated(
+        "twinproof.offload.driver:_take_over",
+        "group.update(options)",
+        "before = dict(group); group.update(options); group = before",
+    ),
+    kills="OPT-523",
+)
