@@ -189,7 +189,7 @@ class FromBatch:
     """
 
     def __init__(self, batch: Any, postprocs: Mapping[str, torch.nn.Module]) -> None:
-        self._batch, self._values, self._postprocs = batch, dict[torch.fx.Node, Any](), dict(postprocs)
+        self._batch, self._values, self._postprocs = batch, dict[torch.fx.Node, Any](), postprocs
         self.results: dict[str, Any] = {}
         self.asked: dict[str, Arguments] = {}
 
