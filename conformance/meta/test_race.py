@@ -121,6 +121,7 @@ def test_a_hazard_says_everything(tmp_path: Path) -> None:
         ("print(x)", "value"),
         ("torch.cuda.current_stream().record_event().query()", "time"),
         ("torch.cuda.current_stream().query()", "time"),
+        ("s = torch.cuda.Stream(); s.wait_stream(torch.cuda.current_stream()); s.record_event().query()", "time"),
         ("x.data_ptr()", "address"),
         ("torch.ones(8, pin_memory=True).numpy()", "address"),
         ("torch.cuda.current_stream().cuda_stream", "address"),
@@ -266,6 +267,59 @@ def test_hooks_run_on_the_stream_of_their_node() -> None:
             loss = product.sum()
         loss.backward()  # type: ignore[no-untyped-call]
         assert seen == [(side, "cuda")]
+
+
+def test_backward_begins_at_leaves_and_at_edges() -> None:
+    with watch() as report:
+        side, leaf = torch.cuda.Stream(), torch.ones((), device="cuda", requires_grad=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            product = leaf * 2
+        torch.cuda.current_stream().wait_stream(side)
+        torch.autograd.backward([torch.autograd.graph.get_gradient_edge(product)], [torch.ones((), device="cuda")])
+        # The product keeps the leaf's node, whose stream waits for the caller's, and is joined.
+        leaf.backward()  # type: ignore[no-untyped-call]
+        leaf.grad.add_(1)  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones((), device="cuda").backward()  # type: ignore[no-untyped-call]
+    assert report.hazards == [], report.text()
+
+
+def test_notes_of_a_watch_are_not_the_next_ones() -> None:
+    seen = []
+    with watch():
+        weight = torch.ones(4, device="cuda", requires_grad=True)
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            kept = weight * 2
+    with watch():
+        weight.register_hook(lambda _: seen.append(torch.cuda.current_stream()))  # type: ignore[no-untyped-call]
+        kept.sum().backward()  # type: ignore[no-untyped-call]
+        assert seen == [torch.cuda.default_stream()]
+
+
+def test_calls_have_the_arguments_of_torch() -> None:
+    x = torch.ones(4)
+    with watch() as report:
+        assert isinstance(torch.cuda.device(0), torch.cuda.device)
+        with torch.cuda.device(0), torch.cuda.device_of(x), torch.accelerator.device_index(0):  # type: ignore[no-untyped-call]
+            y = x.cuda()
+        torch.cuda.Event(True, False, False).record()  # type: ignore[no-untyped-call]
+        torch.Event("cuda", enable_timing=True).record()
+        assert torch.cuda.max_memory_allocated(device=0) >= torch.cuda.memory_allocated(device="cuda") == 16
+        assert torch.cuda.get_device_capability(device=0) == (9, 0)
+        torch.cuda.memory.reset_peak_memory_stats(device=0)
+        with torch.cuda.nvtx.range("copy"):
+            torch.cuda.nvtx.mark("here")  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng():
+            first = torch.rand(4, device="cuda")
+        state = torch.cuda.get_rng_state()
+        second = torch.rand(4, device="cuda")
+        torch.cuda.set_rng_state(state)
+        third = torch.rand(4, device="cuda")
+    assert torch.equal(y, x)
+    assert torch.equal(first, second)
+    assert torch.equal(second, third)
+    assert report.hazards == []
 
 
 def test_collectives_have_a_stream_of_their_own(tmp_path: Path) -> None:

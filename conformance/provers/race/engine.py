@@ -28,7 +28,7 @@ class RaceEngine(VirtualEngine):
 
     def __init__(self, memories: Memories, trace: Trace) -> None:
         super().__init__(memories, costs=Costs())
-        self.trace, self.backward = trace, Backward(self)
+        self.trace, self.backward = trace, Backward(self, memories.is_on_device)
         self.labels = {DEFAULT: "the default stream", HOST: "the host"}
 
     def new_stream(self, priority: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from conformance.provers.race.points import site_here
 from conformance.provers.race.watcher import DEVICE, Watcher, is_device
 from conformance.provers.virtual_device.clocks import HOST
 from conformance.provers.virtual_device.device import tensors_in
@@ -46,7 +47,14 @@ class FunctionsMode(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options, name = kwargs or {}, getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "")
+        result = self._called(func, name, args, kwargs or {})
+        # An assignment to an index returns nothing; what it writes is its first argument.
+        written = args[0] if name == "__setitem__" else result
+        self.watcher.engine.backward.note_nodes(written, lambda: site_here("").point)
+        return result
+
+    def _called(self, func: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
         if name == "__get__":
             answer = self._attributes.get(getattr(func.__self__, "__name__", ""))
             if answer is not None and self.watcher.on_device(args[0]):

@@ -16,6 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from conformance.provers.race.collectives import collectives
 from conformance.provers.race.functions import FunctionsMode
+from conformance.provers.race.points import site_here
 from conformance.provers.race.streams import api_of
 from conformance.provers.race.watcher import DEVICE, OpsMode, Watcher
 from twinproof.errors import UnsupportedError
@@ -59,12 +60,16 @@ def in_place(watcher: Watcher) -> Iterator[None]:
 
         for name, value in api.cuda.items():
             put(torch.cuda, name, value)
+            put(torch.cuda.memory, name, value)
+        for name, value in api.nvtx.items():
+            put(torch.cuda.nvtx, name, value)
         for name, value in api.accelerator.items():
             put(torch.accelerator, name, value)
         for place in (torch, torch.cuda.streams):
             put(place, "Stream", api.stream)
             put(place, "Event", api.event)
         put(torch.autograd, "_engine_run_backward", _backward(watcher, torch.autograd._engine_run_backward))
+        put(torch.autograd.Function, "apply", _applied(watcher, vars(torch.autograd.Function)["apply"].__func__))
         put(torch, "compile", _uncompiled(watcher))
         put(torch.amp.autocast_mode.autocast, "__init__", _autocast(torch.amp.autocast_mode.autocast.__init__))
         hooks = torch.autograd.graph.saved_tensors_hooks
@@ -108,12 +113,26 @@ def _backward(watcher: Watcher, original: Callable[..., Any]) -> Callable[..., A
             return original(roots, *args, **options)
         with ExitStack() as stack:
             stack.enter_context(_answering(watcher))
-            stack.enter_context(watcher.engine.backward.running(roots))
+            # Of torch's engine: gradients, whether the graph stays and gets one of its own, inputs.
+            gradients, inputs = args[0], args[3] if len(args) > 3 else ()
+            stack.enter_context(watcher.engine.backward.running(roots, gradients, inputs))
             stack.enter_context(watcher.engine.following_nodes())
             stack.enter_context(watcher.calling(False, None))
             return original(roots, *args, **options)
 
     return run_backward
+
+
+def _applied(watcher: Watcher, original: Callable[..., Any]) -> Any:
+    """``autograd.Function.apply``, which no mode of torch sees: its node is of the stream behind its forward."""
+
+    def apply(function: Any, *args: Any, **options: Any) -> Any:
+        result = original(function, *args, **options)
+        if watcher.engine.is_watched():
+            watcher.engine.backward.note_nodes(result, lambda: site_here("").point, is_function=True)
+        return result
+
+    return classmethod(apply)
 
 
 def _uncompiled(watcher: Watcher) -> Callable[..., Any]:

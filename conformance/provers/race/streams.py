@@ -114,10 +114,10 @@ class Event:
 
     watcher: Watcher
 
-    def __init__(self, device: Any = None, enable_timing: bool = False, **options: Any) -> None:
-        # ``torch.cuda.Event`` takes ``enable_timing`` first, ``torch.Event`` the device.
-        self.has_timing = bool(enable_timing or device is True)
-        if options.get("interprocess"):
+    def __init__(self, *given: Any, **options: Any) -> None:
+        # ``torch.cuda.Event`` takes flags, ``torch.Event`` a device.
+        options |= dict(zip(("enable_timing", "blocking", "interprocess"), given, strict=False))
+        if options.get("interprocess") is True:
             self.watcher.gap("bypass", "Event", "other processes wait for this event")
         self.virtual: VirtualEvent = self.watcher.engine.event()
         self.mark: Use | None = None
@@ -170,12 +170,27 @@ class Event:
         return 1e3 * (end_event.virtual.time_s - self.virtual.time_s)
 
     def _is_known(self) -> bool:
-        mark, known = self.mark, self.watcher.memories.clocks[HOST]
-        return mark is None or known.covers(mark.stream, mark.tick)
+        # An event is over when its stream has come to it: by then all is over that the stream had waited for.
+        known = self.watcher.memories.clocks[HOST]
+        return self.virtual.clock is None or all(known.covers(*one) for one in self.virtual.clock.items())
 
     def ipc_handle(self) -> bytes:
         """Not here."""
         raise UnsupportedError("an event of several processes", got="ipc_handle", expected="one process", where="Event")
+
+
+class Device:
+    """Stands for ``torch.cuda.device`` and ``torch.accelerator.device_index``: there is one."""
+
+    def __init__(self, device: Any = None) -> None:
+        is_device(DEVICE if device in (None, -1) else device)
+        self.idx, self.prev_idx = 0, -1
+
+    def __enter__(self) -> None:
+        """It is the current one already."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to restore."""
 
 
 def _event_of(stream: Stream) -> Event:
@@ -210,20 +225,18 @@ def api_of(watcher: Watcher) -> SimpleNamespace:
     def synchronize(device: Any = None) -> None:
         engine.synchronize_all()
 
-    @contextmanager
-    def device_context(device: Any) -> Iterator[None]:
-        is_device(DEVICE if device is None else device)
-        yield
-
-    def allocated(*_: Any) -> int:
+    def allocated(*_: Any, **__: Any) -> int:
         memories.sweep_all()
         return memories.live_bytes
 
-    def peak(*_: Any) -> int:
+    def peak(*_: Any, **__: Any) -> int:
         return memories.peak_bytes
 
-    def reset_peak(*_: Any) -> None:
+    def reset_peak(*_: Any, **__: Any) -> None:
         memories.peak_bytes = memories.live_bytes
+
+    def set_state(state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
 
     def sleep(cycles: int) -> None:
         name = engine.current()
@@ -244,16 +257,22 @@ def api_of(watcher: Watcher) -> SimpleNamespace:
         "Stream": stream, "Event": event, "stream": on, "StreamContext": on, "current_stream": current_stream,
         "default_stream": default_stream, "set_stream": set_stream, "synchronize": synchronize,
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
-        "current_device": lambda: 0, "set_device": nothing, "device": device_context, "init": nothing,
-        "_lazy_init": nothing, "_lazy_call": lambda call, **_: None, "empty_cache": nothing, "ipc_collect": nothing,
-        "get_device_name": lambda *_: "race prover", "get_device_capability": lambda *_: (9, 0),
-        "get_device_properties": lambda *_: SimpleNamespace(
+        "current_device": lambda: 0, "set_device": nothing, "device": Device, "init": nothing,
+        "device_of": lambda _: Device(), "_lazy_init": nothing, "_lazy_call": lambda call, **_: None,
+        "empty_cache": nothing, "ipc_collect": nothing, "_record_memory_history": nothing,
+        "reset_max_memory_allocated": reset_peak,
+        "get_device_name": lambda *_, **__: "race prover", "get_device_capability": lambda *_, **__: (9, 0),
+        "get_device_properties": lambda *_, **__: SimpleNamespace(
             name="race prover", major=9, minor=0, total_memory=_TOTAL_BYTES, multi_processor_count=132, warp_size=32
         ),
         "is_bf16_supported": lambda *_, **__: True, "memory_allocated": allocated, "max_memory_allocated": peak,
         "memory_reserved": allocated, "max_memory_reserved": peak, "reset_peak_memory_stats": reset_peak,
-        "mem_get_info": lambda *_: (_TOTAL_BYTES - allocated(), _TOTAL_BYTES), "memory_stats": lambda *_: {},
-        "manual_seed": nothing, "manual_seed_all": nothing, "_sleep": sleep,
+        "mem_get_info": lambda *_, **__: (_TOTAL_BYTES - allocated(), _TOTAL_BYTES),
+        "memory_stats": lambda *_, **__: {}, "manual_seed": nothing, "manual_seed_all": nothing, "_sleep": sleep,
+        # Numbers of the device come from the host's generator.
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(), "initial_seed": lambda: torch.initial_seed(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()], "set_rng_state": lambda state, *_, **__: set_state(state),
+        "set_rng_state_all": lambda states: set_state(states[0]), "seed": nothing, "seed_all": nothing,
         "is_current_stream_capturing": lambda: False, "get_arch_list": lambda: ["sm_90"],
         **{name: refuse(f"torch.cuda.{name}") for name in (
             "CUDAGraph", "graph", "make_graphed_callables", "ExternalStream", "caching_allocator_alloc", "MemPool",
@@ -263,8 +282,9 @@ def api_of(watcher: Watcher) -> SimpleNamespace:
         "is_available": lambda: True, "current_accelerator": lambda *_, **__: torch.device(DEVICE),
         "device_count": lambda: 1, "current_device_index": lambda: 0, "current_device_idx": lambda: 0,
         "set_device_index": nothing, "set_device_idx": nothing, "current_stream": current_stream,
-        "set_stream": set_stream, "synchronize": synchronize, "device_index": device_context,
+        "set_stream": set_stream, "synchronize": synchronize, "device_index": Device,
         "empty_cache": nothing, "memory_allocated": allocated, "max_memory_allocated": peak,
         "memory_reserved": allocated, "max_memory_reserved": peak, "reset_peak_memory_stats": reset_peak,
     }  # fmt: skip
-    return SimpleNamespace(cuda=cuda, accelerator=accelerator, stream=stream, event=event)
+    nvtx = dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), nothing)
+    return SimpleNamespace(cuda=cuda, accelerator=accelerator, nvtx=nvtx, stream=stream, event=event)

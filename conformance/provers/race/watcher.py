@@ -113,9 +113,10 @@ class Watcher:
             func, args = torch.ops.aten.clone.default, args[:1]
         reads, writes = ([one for one in side if one.device.type == "cpu"] for side in operands_of(func, args, options))
         operands = [*reads, *writes]
+        self.engine.backward.note_operands(name, operands)
         stream = self.engine.current()
-        if not self.engine.backward.in_node():
-            self.engine.backward.note_forward(operands, stream, lambda: site_here("").point)
+        if torch.is_grad_enabled() or not self.engine.backward.in_node():
+            self.engine.backward.note_forward(stream, lambda: site_here("").point)
         known = {id(one): self.memories.is_on_device(one) for one in operands}
         if name.endswith("_like") or name.startswith("aten::new_"):
             # Of the operand they take place and shape, and no byte.
@@ -131,7 +132,6 @@ class Watcher:
         for one in made:
             memory = self.memories.memory_of(one, stream=stream, on_host=not to_device)
             memory.made_at, memory.is_pinned = str(site), pins and not to_device
-            memory.is_gradient = self.engine.backward.in_node()
         if not operands and not made:
             return result
         if to_device if not operands else any(known.values()):
@@ -186,9 +186,6 @@ class Watcher:
             # By value, at the time of the call.
             actor, tick = HOST, self.memories.clocks.advance(HOST)
         self.memories.access(tensor, memory, stream=actor, tick=tick, writes=is_write, what=site)  # type: ignore[arg-type]
-        if memory.is_gradient and self.engine.backward.in_node():
-            # Autograd records what it hands from node to node; what the forward pass has saved it does not.
-            self.engine.keep(tensor, stream)
 
     def _copy_op(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], to_device: bool) -> Any:
         targets, sources = ([one] if isinstance(one, torch.Tensor) else list(one) for one in args[:2])

@@ -78,10 +78,8 @@ class Memory:
     accesses: list[Access] = field(default_factory=list)
     kept_for: set[str] = field(default_factory=set)
     last: dict[str, Access] = field(default_factory=dict)
-    # What the race prover says of a storage: its kind of host memory, whether autograd hands it from node to node,
-    # where it was made, where it was given back.
+    # What the race prover says of a storage: its kind of host memory, where it was made, where it was given back.
     is_pinned: bool = False
-    is_gradient: bool = False
     made_at: str = ""
     gone_at: Any = None
 
