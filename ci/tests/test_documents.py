@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conformance.harness import cli
+from conformance.harness.capabilities import WORDS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "ci"))
@@ -200,3 +201,10 @@ def test_a_line_that_fails_is_seen(tmp_path: Path) -> None:
     for before, after, said in (("42\n", "43\n", "nothing printed '43'"), ("print(40 + 2)", "exit(3)", "status 3")):
         page.write_text(page.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
         assert said in page_commands.run_page(page, tmp_path)[0]
+
+
+def test_the_page_has_the_words_of_capabilities() -> None:
+    page = (ROOT / "docs/test-your-own.md").read_text(encoding="utf-8").splitlines()
+    rows = [f"| {stem} | `{word}` | {said} |" for stem, words in WORDS.items() for word, said in words.items()]
+    begin = page.index("| component | word | what the suite asks where it is declared |") + 2
+    assert page[begin : begin + len(rows) + 1] == [*rows, ""]

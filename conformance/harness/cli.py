@@ -16,13 +16,24 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from conformance.harness import new_impl
+from conformance.harness.endings import carried_out, check_writable
 from conformance.harness.environment import environment, implementation_facts
 from conformance.harness.page import Sources, read_sources, to_badge, to_html
-from conformance.harness.report import ReportError, read_json, regressions, to_junit, to_markdown, verdict
+from conformance.harness.report import (
+    ReportError,
+    check_comparable,
+    read_json,
+    regressions,
+    sides,
+    to_junit,
+    to_markdown,
+    verdict,
+)
 from conformance.harness.requirements import STEMS
 
 __all__ = ["main"]
@@ -35,17 +46,10 @@ _LAUNCH = f"import sys; sys.path.insert(0, {str(_HOME)!r}); import pytest; sys.e
 _NEED_TESTS = ("verify", "planted", "bench")
 
 
-INTERRUPTED = 130  # What a shell reports of a process that an interrupt ended.
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 when it found nothing wrong, 1 when it did, 2 when it could not be carried out."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _run(words)
-    except KeyboardInterrupt:
-        print("twinproof: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return carried_out("twinproof", lambda: _run(words))
 
 
 def _run(words: list[str]) -> int:
@@ -178,6 +182,9 @@ def _verify(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _planted(arguments: argparse.Namespace, rest: list[str]) -> int:
+    words = [part for word in rest for part in word.split("=", 1)]
+    if ("--twinproof-planted", "none") in pairwise(words):
+        raise ReportError("planted: got --twinproof-planted none, expected only, own or all: no bug would be planted")
     return _pytest(arguments, rest, ["--twinproof-planted", "only"])
 
 
@@ -190,6 +197,7 @@ def _pytest(arguments: argparse.Namespace, rest: list[str], more: list[str]) -> 
         # Tests are named from where the suite lies, which may be no place to write a cache into.
         command += ["--rootdir", str(_HOME), "-p", "no:cacheprovider"]
         if arguments.report is not None:
+            check_writable(arguments.report)
             # A run that dies early must leave no report of an earlier one.
             arguments.report.unlink(missing_ok=True)
             command += ["--twinproof-report", str(arguments.report)]
@@ -236,12 +244,34 @@ def _run_apart(command: Sequence[str]) -> tuple[int, bool]:
 
 
 def _targets(rest: list[str]) -> list[str]:
-    """The components, unless the caller named modules; the suite's own tests say nothing about an implementation."""
-    return [] if any(word.startswith("conformance") for word in rest) else [f"conformance.{stem}" for stem in STEMS]
+    """The components, unless the caller named tests; the suite's own tests say nothing about an implementation."""
+    named = any(_is_target(before, word) for before, word in zip(["", *rest], rest, strict=False))
+    return [] if named else [f"conformance.{stem}" for stem in STEMS]
+
+
+# Options of pytest and of its usual plugins whose value is the next word; all of ours have one.
+_VALUED = frozenset(("-k", "-m", "-p", "-c", "-o", "-W", "-r", "-n", "--deselect", "--durations", "--maxfail", "--tb"))
+_FLAGS = frozenset(("--lf", "--ff", "--co", "--collect-only", "--pdb", "--exitfirst", "--quiet", "--verbose"))
+
+
+def _is_target(before: str, word: str) -> bool:
+    """Whether a word is a test or a folder of them, and no value of the option before it."""
+    is_short = before.startswith("-") and not before.startswith("--")
+    if before in _VALUED or (before.startswith("--twinproof-") and "=" not in before) or word.startswith("-"):
+        return False
+    name = word.partition("::")[0]
+    if name == "conformance" or name.startswith("conformance."):
+        place = _HOME.joinpath(*name.split("."))
+        return place.is_dir() or place.with_suffix(".py").is_file()
+    # Of an option that is not known here, a path may be the value.
+    return (not before.startswith("-") or is_short or "=" in before or before in _FLAGS) and Path(name).exists()
 
 
 def _compare(arguments: argparse.Namespace, _: list[str]) -> int:
-    worse, other = regressions(read_json(arguments.before), read_json(arguments.after))
+    before, after = read_json(arguments.before), read_json(arguments.after)
+    check_comparable(before, after)
+    print("\n".join(sides(before, after)))
+    worse, other = regressions(before, after)
     for title, changes in (("worse", worse), ("changed", other)):
         for change in changes:
             print(f"{title:8} {change}")
@@ -267,7 +297,7 @@ def _info(arguments: argparse.Namespace, _: list[str]) -> int:
     facts = environment()
     try:
         facts["implementation"] = implementation_facts(arguments.impl)
-    except ImportError as error:
+    except Exception as error:
         facts["implementation"] = f"{arguments.impl} cannot be imported: {error}"
     if arguments.json:
         print(json.dumps(facts, indent=1))

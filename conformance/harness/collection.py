@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
+from conformance.harness.capabilities import check_words
 from conformance.harness.devices import fixtures_on, is_kept_from, stems_on
 from conformance.harness.ledger import Deviation
 from conformance.harness.planted_run import bug_of
@@ -29,7 +28,8 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
     """Check what was collected, apply the ledger, and keep only planted variants in that mode. Changes ``items``.
 
     Raises:
-        pytest.UsageError: two tests with one id, no such implementation, or a ledger entry that matches nothing.
+        pytest.UsageError: two tests with one id; no such implementation, or one that cannot be imported; capabilities
+            that the suite does not know; a ledger entry that matches nothing.
     """
     proofs = [(item, found) for item in items if (found := requirement_of_item(item)) is not None]
     if not proofs:
@@ -38,13 +38,15 @@ def select(suite: Suite, items: list[pytest.Item]) -> None:
         check_unique(found for _, found in proofs)
     except RequirementError as error:
         raise pytest.UsageError(str(error)) from error
-    importlib.import_module(suite.implementation)
+    asked = {need for _, found in proofs for need in found.needs}
+    for stem in {found.stem: None for _, found in proofs}:
+        check_words(suite.implementation, stem, asked)
     if suite.device in ("simt", "simt-host") and suite.implementation != "fastimpl":
         raise pytest.UsageError(
             f"--twinproof-device {suite.device}: the kernels are fastimpl's, not {suite.implementation}'s"
         )
     _apply_ledger(suite, [item for item, _ in proofs])
-    waived = {item.nodeid for item in items if item.stash.get(_WAIVED, False) and bug_of(item) is not None}
+    waived = {item.nodeid for item in items if WAIVED in item.stash and bug_of(item) is not None}
     dropped = [
         item
         for item in items
@@ -71,22 +73,25 @@ def _runs_on(suite: Suite, item: pytest.Item) -> bool:
     return not fixtures_on(suite.device, suite.implementation).isdisjoint(getattr(item, "fixturenames", ()))
 
 
-_WAIVED = pytest.StashKey[bool]()
-
-
 def _apply_ledger(suite: Suite, items: list[pytest.Item]) -> None:
     collected = [found for item in items if (found := requirement_of_item(item)) is not None]
     for deviation in suite.deviations:
         covered = [item for item in items if _covers(deviation, item)]
+        if deviation.kind == "tolerance" and covered and not any(map(_has_tolerance, covered)):
+            raise pytest.UsageError(f"{deviation.place}: widens nothing; its requirement has no derived tolerance")
         for item in covered:
             # A requirement that is known not to hold cannot tell a planted bug from its own deviation.
-            item.stash[_WAIVED] = True
+            item.stash[WAIVED] = deviation
             if bug_of(item) is None:
                 _waive(deviation, item)
         if not covered and _should_match(suite, deviation, collected):
             raise pytest.UsageError(
                 f"{deviation.place}: matches no test; remove it or correct its requirement and scope"
             )
+
+
+def _has_tolerance(item: pytest.Item) -> bool:
+    return "tolerance_factor" in getattr(item, "fixturenames", ())
 
 
 def _covers(deviation: Deviation, item: pytest.Item) -> bool:
@@ -106,7 +111,6 @@ def _should_match(suite: Suite, deviation: Deviation, collected: list[Requiremen
 
 def _waive(deviation: Deviation, item: pytest.Item) -> None:
     reason = f"{deviation.kind}: {deviation.reason} ({deviation.tracker}, since {deviation.since})"
-    item.stash[WAIVED] = deviation
     if deviation.kind == "xfail":
         item.add_marker(pytest.mark.xfail(strict=True, reason=reason))
     elif deviation.kind == "tolerance":

@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-__all__ = ["ENTRY_POINT_GROUP", "Component", "capabilities", "component", "provided", "resolve_name"]
+from conformance.harness.endings import where_raised
+
+__all__ = ["ENTRY_POINT_GROUP", "Component", "capabilities", "component", "provided", "resolve_name", "unimportable"]
 
 ENTRY_POINT_GROUP = "twinproof.implementations"
 
@@ -25,7 +27,7 @@ def resolve_name(name: str) -> str:
     """The module behind ``--twinproof-impl``: one of that name, else what an entry point of that name points to.
 
     Raises:
-        pytest.UsageError: when there is neither, listing the registered names.
+        pytest.UsageError: when there is neither, listing the registered names; when a package around it fails.
     """
     if _spec_exists(name):
         return name
@@ -39,14 +41,35 @@ def resolve_name(name: str) -> str:
 
 
 def _spec_exists(name: str) -> bool:
+    # One that begins with a dot is a name relative to nothing.
+    if name.startswith("."):
+        return False
     try:
         return importlib.util.find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):
         return False
+    except Exception as error:
+        raise unimportable(name, error) from error
+
+
+def unimportable(name: str, error: Exception) -> pytest.UsageError:
+    """What is said where a module of the implementation under test raises while it is imported."""
+    got = f"{type(error).__name__}: {error}"
+    return pytest.UsageError(
+        f"{name} cannot be imported: got {got}, expected an implementation; where: {where_raised(error)}"
+    )
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise unimportable(name, error) from error
 
 
 def _import_component(implementation: str, stem: str) -> Any | None:
-    module = importlib.import_module(implementation)
+    """The component, or None where it is absent; ``pytest.UsageError`` where one of the modules raises."""
+    module = _import(implementation)
     name = f"{implementation}.{stem}"
     if hasattr(module, "__path__"):
         try:
@@ -54,7 +77,9 @@ def _import_component(implementation: str, stem: str) -> Any | None:
         except ModuleNotFoundError as error:
             # Only the component itself may be absent; a broken import inside it is a failure, not a skip.
             if error.name != name:
-                raise
+                raise unimportable(name, error) from error
+        except Exception as error:
+            raise unimportable(name, error) from error
     return getattr(module, stem, None)
 
 
@@ -99,11 +124,21 @@ def component(implementation: str, stem: str, device: str = "cpu") -> Component:
 
 
 def capabilities(implementation: str, stem: str) -> frozenset[str]:
-    """The declared ``CAPABILITIES`` of a component, else of the implementation; what is not declared is lacked."""
-    for holder in (_import_component(implementation, stem), importlib.import_module(implementation)):
+    """The declared ``CAPABILITIES`` of a component, else of the implementation; what is not declared is lacked.
+
+    Raises:
+        pytest.UsageError: what is declared is no collection of words; a single one would be taken for its letters.
+    """
+    for holder in (_import_component(implementation, stem), _import(implementation)):
         declared = getattr(holder, "CAPABILITIES", None)
-        if declared is not None:
-            return frozenset(declared)
+        if declared is None:
+            continue
+        is_set = isinstance(declared, Collection) and not isinstance(declared, str | bytes)
+        if not is_set or not all(isinstance(word, str) for word in declared):
+            raise pytest.UsageError(
+                f"CAPABILITIES of {implementation}, {stem}: got {declared!r}, expected a set of words"
+            )
+        return frozenset(declared)
     return frozenset()
 
 

@@ -19,6 +19,7 @@ An ``xfail`` that passes fails the run; ``quarantine`` (it would take the proces
 from __future__ import annotations
 
 import datetime
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -136,8 +137,9 @@ def _deviation(entry: Any, place: str) -> Deviation:
             raise LedgerError(f"{place}: {name} is empty")
     if entry["kind"] not in KINDS:
         raise LedgerError(f"{place}: kind is {entry['kind']!r}; expected one of {', '.join(KINDS)}")
-    if ("factor" in entry) != (entry["kind"] == "tolerance") or entry.get("factor", 2) <= 1:
-        raise LedgerError(f"{place}: factor > 1 belongs to kind tolerance, and only there")
+    # Of nan no comparison is true, and inf would waive whatever comes.
+    if ("factor" in entry) != (entry["kind"] == "tolerance") or not 1 < entry.get("factor", 2) < math.inf:
+        raise LedgerError(f"{place}: a finite factor > 1 belongs to kind tolerance, and only there")
     for name, value in entry.get("scope", {}).items():
         if not _values(value) or not all(isinstance(item, _SCOPE_VALUES) for item in _values(value)):
             raise LedgerError(f"{place}: scope.{name} is {value!r}; expected a value or a list of values")
@@ -145,9 +147,12 @@ def _deviation(entry: Any, place: str) -> Deviation:
 
 
 def builtin_ledger(implementation: str) -> tuple[Path, ...]:
-    """The ledger that ships for an adapter in ``conformance.peers``, by the adapter's name; at most one."""
+    """The ledger that ships for an adapter in ``conformance.peers``, by the adapter's name; at most one.
+
+    A package of one's own that has an adapter's last name has not its deviations.
+    """
     package, _, name = implementation.rpartition(".")
-    if package not in ("", "conformance.peers"):
+    if package != "conformance.peers":
         return ()
     path = Path(__file__).parent.parent / "peers" / f"{name}.toml"
     return (path,) if path.is_file() else ()

@@ -22,6 +22,7 @@ import pytest
 from conformance.harness import implementation as implementations
 from conformance.harness.collection import select, tolerance_of
 from conformance.harness.devices import absent_capabilities, place_of, prepare_device
+from conformance.harness.endings import check_writable
 from conformance.harness.environment import environment_line
 from conformance.harness.failures import describe, failure_of, passed_by_now
 from conformance.harness.planted_run import Group, budget, bug_of, groups_of, judge, kills, parametrize, planted
@@ -45,6 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "night: costs much and shows little at each change; ci/nightly runs it")
     suite = config.stash[SUITE] = Suite(config)
+    suite.check_seconds()
+    if suite.option("report") is not None:
+        try:
+            check_writable(Path(suite.option("report")))
+        except OSError as error:
+            raise pytest.UsageError(f"--twinproof-report: got {error}, expected a file that can be written") from error
     if suite.option("profile") == "nightly" and config.getoption("hypothesis_seed", None) is None:
         # A chosen seed is printed and reproduces; Hypothesis' own choice could not be repeated.
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(1 << 32))

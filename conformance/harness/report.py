@@ -28,11 +28,13 @@ __all__ = [
     "KIND",
     "ReportError",
     "Verdict",
+    "check_comparable",
     "document",
     "read_content",
     "read_json",
     "regressions",
     "report_of",
+    "sides",
     "to_junit",
     "to_markdown",
     "verdict",
@@ -167,6 +169,52 @@ def report_of(content: Any, path: Path) -> dict[str, Any]:
     return content
 
 
+def check_comparable(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Demand that two reports can be compared, so that "no difference" says something.
+
+    Raises:
+        ReportError: a run that did not end; a run before that judged nothing; no requirement that both have.
+    """
+    for name, report in (("before", before), ("after", after)):
+        found = verdict(report)
+        if found.exit_code == 2:
+            raise ReportError(f"nothing to compare: got {found.sentence}, expected a run that ended; where: {name}")
+    judged, there = _judged(before), {found["id"] for found in after["requirements"]}
+    if not judged:
+        raise ReportError("nothing to compare: got no requirement that was run, expected one or more; where: before")
+    if not judged & there:
+        got, expected = (", ".join(sorted(ids)[:3]) or "none" for ids in (there, judged))
+        raise ReportError(f"no requirement in common: got {got}, expected some of {expected}; where: after")
+
+
+def _judged(report: dict[str, Any]) -> set[str]:
+    """Ids of the requirements that a test, or a planted bug, was run for."""
+    return {
+        found["id"]
+        for found in report["requirements"]
+        if found["outcome"] in _RAN or any(bug["verdict"] != "skipped" for bug in found["planted"])
+    }
+
+
+def sides(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What the two runs are, a line each, and a line of what they were asked otherwise."""
+    lines = []
+    for name, report in (("before", before), ("after", after)):
+        facts = report["implementation"]
+        asked = f"profile {report['profile']}, planted {report['planted_mode']}"
+        lines.append(f"{name:8} {facts['name']} {facts['version']}, {report['started'][:16]}, {asked}")
+    old, new = (
+        {"implementation": found["implementation"]["name"], **{key: found[key] for key in _ASKED}}
+        for found in (before, after)
+    )
+    differ = [f"{key.replace('_', ' ')} {old[key]} and {new[key]}" for key in old if old[key] != new[key]]
+    return lines + ([f"other runs, whose outcomes differ by that as well: {', '.join(differ)}"] if differ else [])
+
+
+# Of a run, what changes outcomes beside the code.
+_ASKED = ("profile", "planted_mode")
+
+
 def regressions(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What got worse and what else changed between two reports, one sentence each.
 
@@ -191,7 +239,10 @@ def regressions(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[str
 
 
 def to_junit(reports: Sequence[dict[str, Any]]) -> str:
-    """JUnit XML: a suite for each report, a case for each test and for each requirement and planted bug."""
+    """JUnit XML: a suite for each report, a case for each test and for each requirement and planted bug.
+
+    Where a run is red and no case says so, a case ``verdict`` does: of one that did not end, or ran nothing.
+    """
     root = ElementTree.Element("testsuites")
     root.extend(_junit_suite(report) for report in reports)
     ElementTree.indent(root)
@@ -202,11 +253,16 @@ def _junit_suite(report: dict[str, Any]) -> ElementTree.Element:
     cases: list[ElementTree.Element] = []
     for found in report["requirements"]:
         for test in found["tests"]:
-            cases.append(_junit_case(found, test["nodeid"], test["duration_s"], test["outcome"], test["message"]))
+            cases.append(_junit_case(found["id"], test["nodeid"], test["duration_s"], test["outcome"], test["message"]))
         for bug in found["planted"]:
             outcome = {"killed": "passed", "skipped": "skipped"}.get(bug["verdict"], "failed")
             name = f"{found['id']} [planted:{bug['bug']}]"
-            cases.append(_junit_case(found, name, bug["duration_s"], outcome, bug["message"] or bug["verdict"]))
+            cases.append(_junit_case(found["id"], name, bug["duration_s"], outcome, bug["message"] or bug["verdict"]))
+    is_red = any(case.find(tag) is not None for case in cases for tag in ("failure", "error"))
+    whole = verdict(report)
+    if whole.exit_code == 2 or (whole.exit_code and not is_red):
+        outcome = "error" if whole.exit_code == 2 else "failed"
+        cases.append(_junit_case("twinproof", "verdict", 0.0, outcome, f"{whole.word}: {whole.sentence}"))
     counts = {tag: sum(case.find(tag) is not None for case in cases) for tag in ("failure", "error", "skipped")}
     suite = ElementTree.Element(
         "testsuite",
@@ -222,8 +278,8 @@ def _junit_suite(report: dict[str, Any]) -> ElementTree.Element:
     return suite
 
 
-def _junit_case(found: dict[str, Any], name: str, duration_s: float, outcome: str, message: str) -> ElementTree.Element:
-    case = ElementTree.Element("testcase", classname=found["id"], name=name, time=str(duration_s))
+def _junit_case(of: str, name: str, duration_s: float, outcome: str, message: str) -> ElementTree.Element:
+    case = ElementTree.Element("testcase", classname=of, name=name, time=str(duration_s))
     tag = {"failed": "failure", "error": "error", "skipped": "skipped", "xfailed": "skipped", "none": "skipped"}.get(
         outcome
     )

@@ -87,7 +87,9 @@ def requirement(identifier: str, sentence: str, *, needs: Iterable[str] = ()) ->
             raise RequirementError(f"{identifier}: only test functions carry requirements, got {function!r}")
         if requirement_of(function) is not None:
             raise RequirementError(f"{identifier}: {function.__qualname__} already proves {requirement_of(function)}")
-        value = Requirement(identifier, sentence, needed, function.__module__, function.__qualname__)
+        # Of a property Hypothesis' wrapper is called after itself; what runs by name is the test within.
+        named = getattr(getattr(function, "hypothesis", None), "inner_test", function)
+        value = Requirement(identifier, sentence, needed, function.__module__, named.__qualname__)
         setattr(function, _ATTRIBUTE, value)
         return function
 

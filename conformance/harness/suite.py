@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import pytest
 
 from conformance.harness.devices import DEVICES
 from conformance.harness.environment import environment, implementation_facts
-from conformance.harness.implementation import resolve_name
+from conformance.harness.implementation import resolve_name, unimportable
 from conformance.harness.ledger import Deviation, LedgerError, builtin_ledger, read_ledgers
 from conformance.harness.outcomes import Recorder
 from conformance.harness.profiles import DERANDOMISED, PROFILES
@@ -66,6 +67,18 @@ class Suite:
         given = self.option("seconds")
         return 60.0 if given is None else float(given)
 
+    def check_seconds(self) -> None:
+        """Demand a time that can pass, and that something runs for so long; ``pytest.UsageError`` otherwise."""
+        given = self.option("seconds")
+        if given is None:
+            return
+        if not 0 < given < math.inf:
+            raise pytest.UsageError(f"--twinproof-seconds: got {given:g}, expected a number above 0")
+        if self.profile != "thousand":
+            raise pytest.UsageError(
+                f"--twinproof-seconds: got the profile {self.profile}, expected thousand: elsewhere it has no effect"
+            )
+
     @property
     def planted_mode(self) -> str:
         """``none``, ``only``, ``own`` or ``all``."""
@@ -103,8 +116,11 @@ class Suite:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Facts about the implementation."""
-        return implementation_facts(self.implementation)
+        """Facts about the implementation; ``pytest.UsageError`` when it cannot be imported."""
+        try:
+            return implementation_facts(self.implementation)
+        except Exception as error:
+            raise unimportable(self.implementation, error) from error
 
     @property
     def seed(self) -> str:

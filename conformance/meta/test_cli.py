@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.harness import cli
+from conformance.harness import cli, endings
 
 _HOME = Path(__file__).parents[2]
 
@@ -222,6 +222,45 @@ def test_an_interrupted_run_keeps_its_report(tmp_path: Path) -> None:
     assert found["exit_status"] == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "is_named"),
+    [
+        ("", False),
+        ("-q conformance.kvstore.test_layout", True),
+        ("conformance -k x", True),
+        ("-k x conformance.kvstore.test_layout::test_x", True),
+        ("--co conformance.kvstore", True),
+        ("conformance.kvstor", False),
+        ("conformances.kvstore", False),
+        ("--twinproof-ledger conformance.toml", False),
+        ("-k conformance", False),
+        ("-p conformance.meta", False),
+        ("test_mine.py", True),
+        ("-q test_mine.py::test_x", True),
+        ("--twinproof-profile=quick test_mine.py", True),
+        ("--twinproof-ledger test_mine.py", False),
+        ("--junitxml test_mine.py", False),
+    ],
+)
+def test_what_is_run_is_what_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, is_named: bool
+) -> None:
+    """Without a test that is named, all four components; a value of an option names none."""
+    (tmp_path / "test_mine.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    components = ["conformance.kvstore", "conformance.pipeline", "conformance.offload", "conformance.checkpoint"]
+    assert cli._targets(words.split()) == ([] if is_named else components)
+
+
+@pytest.mark.parametrize("words", ["--twinproof-planted none", "--twinproof-planted=none"])
+def test_planted_bugs_that_are_not_planted_are_refused(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_run_apart", lambda command: pytest.fail("it ran"))
+    assert cli.main(["planted", "conformance.offload.test_values", *words.split()]) == 2
+    assert "got --twinproof-planted none, expected only, own or all" in capsys.readouterr().err
+
+
 def test_nobody_is_no_implementation(tmp_path: Path) -> None:
     """As of a variable of a CI job that is not set: the library's own implementation would be judged instead."""
     done = _twinproof(tmp_path, "verify", "--impl", "", "conformance.offload.test_values", "-k", "odd_sizes", "-q")
@@ -234,3 +273,46 @@ def test_planted_bugs_of_nobody_are_told(tmp_path: Path) -> None:
     done = _twinproof(tmp_path, "planted", "--impl", "mine", "conformance.offload.test_values", "-q", "-k", "odd_sizes")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "no planted bug of these modules is one of mine" in done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 would say that the suite found something wrong."""
+    monkeypatch.setattr(cli, "_run_apart", lambda command: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    for path, said in ((tmp_path, "Is a directory"), (tmp_path / "file" / "r.json", "File exists")):
+        for command in (["verify", "--impl", "refimpl", "--report"], ["planted", "--report"]):
+            assert cli.main([*command, str(path)]) == 2
+            err = capsys.readouterr().err
+            assert re.fullmatch(
+                f"twinproof: a file cannot be used: got {said}, expected .*; where: {tmp_path}.*\n", err
+            )
+    kept, new = tmp_path / "kept.json", tmp_path / "new" / "r.json"
+    kept.write_text("{}", encoding="utf-8")
+    endings.check_writable(kept)
+    endings.check_writable(new)
+    assert kept.read_text(encoding="utf-8") == "{}"
+    assert not new.exists()
+
+
+def test_what_stops_a_command_ends_it_with_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising() -> None:
+        raise RuntimeError("nobody thought of it")
+
+    monkeypatch.setattr(cli, "_check_packages", raising)
+    assert cli.main(["info"]) == 2
+    assert capsys.readouterr().err.endswith("RuntimeError: nobody thought of it\n")
+
+
+def test_output_that_nobody_reads_ends_without_a_traceback() -> None:
+    """As of ``twinproof info | head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-P", "-m", "conformance.harness.cli", "info", "--impl", "refimpl"]
+    environment = {**os.environ, "PYTHONPATH": str(_HOME)}
+    done = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -59,7 +59,9 @@ def test_a_right_ledger(tmp_path: Path) -> None:
         (_ENTRY.replace("2026-01-31", '"2026-01-31"'), "since is '2026-01-31'; expected date"),
         (_ENTRY.replace("2026-01-31", "2026-01-31T00:00:00"), "since is .* expected date"),
         (_ENTRY.replace('"xfail"', '"ignore"'), "kind is 'ignore'; expected one of"),
-        (_ENTRY.replace('"xfail"', '"tolerance"'), "factor > 1 belongs to kind tolerance"),
+        (_ENTRY.replace('"xfail"', '"tolerance"'), "finite factor > 1 belongs to kind tolerance"),
+        (_ENTRY.replace('"xfail"', '"tolerance"') + "factor = inf", "finite factor > 1"),
+        (_ENTRY.replace('"xfail"', '"tolerance"') + "factor = nan", "finite factor > 1"),
         (_ENTRY + "factor = 3", "factor > 1 belongs to kind tolerance"),
         (_ENTRY + "scope = 'cuda'", "scope is 'cuda'; expected dict"),
         (_ENTRY + "scope = { dtype = [] }", r"scope.dtype is \[\]"),
@@ -93,7 +95,8 @@ def test_adapters_bring_their_ledger_by_name() -> None:
     peers = Path(__file__).parent.parent / "peers"
     for path in peers.glob("*.toml"):
         assert builtin_ledger(f"conformance.peers.{path.stem}") == (path,)
-        assert builtin_ledger(f"elsewhere.{path.stem}") == ()
+        for package in ("elsewhere.", "conformance.", ""):
+            assert builtin_ledger(f"{package}{path.stem}") == ()
         read_ledger(path)
 
 
@@ -134,6 +137,14 @@ def test_an_entry_that_matches_nothing(
     result = toy(_TESTS, "--twinproof-ledger", str(ledger))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*deviation 1 (CKPT-0?[19]): matches no test*"])
+
+
+def test_a_tolerance_of_what_has_none_is_an_error(toy: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
+    """It would waive nothing, in silence."""
+    entry = _ENTRY.replace("xfail", "tolerance") + "factor = 3"
+    result = toy(_TESTS, "--twinproof-ledger", str(_write(tmp_path / "l.toml", entry)))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*deviation 1 (CKPT-001): widens nothing; its requirement has no derived tolerance*"])
 
 
 _MACHINE = """

@@ -59,6 +59,30 @@ def test_capabilities_are_data(toy: Callable[..., pytest.RunResult], declared: s
         result.stdout.fnmatch_lines(["*implementation toy.impl lacks *mmap*"])
 
 
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ("CAPABILITIES = 'mmap'", "CAPABILITIES of toy.impl, checkpoint: got 'mmap', expected a set of words"),
+        ("checkpoint.CAPABILITIES = 3", "CAPABILITIES of toy.impl, checkpoint: got 3, expected a set of words"),
+        ("CAPABILITIES = {'mmap', 4}", "CAPABILITIES of toy.impl, checkpoint: got {*}, expected a set of words"),
+        ("CAPABILITIES = ['stream', 'mmap']", "*checkpoint: words that*know: got stream, expected such as streams*"),
+        ("CAPABILITIES = {'q7'}", "*checkpoint: words that*know: got q7, expected of bag_kernels, *, streams*"),
+    ],
+)
+def test_capabilities_that_the_suite_does_not_know_are_told(
+    toy: Callable[..., pytest.RunResult], declared: str, said: str
+) -> None:
+    """What they stand for would be skipped, as if nothing had been declared."""
+    tests = """
+    @requirement("CKPT-001", "MUST map", needs=("mmap",))
+    def test_mapped(checkpoint):
+        pass
+    """
+    result = toy(tests, impl=f"class checkpoint: pass\n{declared}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*{said}"])
+
+
 def test_on_another_device_run_the_tests_that_take_one(toy: Callable[..., pytest.RunResult]) -> None:
     tests = """
     @requirement("OPT-001", "MUST be there")
@@ -242,6 +266,58 @@ def test_an_unknown_implementation_is_a_usage_error(toy: Callable[..., pytest.Ru
     result.stderr.fnmatch_lines(
         ["*--twinproof-impl no.such.module: no module of that name; registered implementations: *"]
     )
+
+
+_ONE = "@requirement('CKPT-001', 'MUST')\ndef test_it(impl): pass"
+
+
+def test_an_implementation_that_cannot_be_imported_is_a_usage_error(toy: Callable[..., pytest.RunResult]) -> None:
+    result = toy(_ONE, impl="import math\nraise RuntimeError('no gpu')")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    said = "toy.impl cannot be imported: got RuntimeError: no gpu, expected an implementation; where: *impl.py:2"
+    result.stderr.fnmatch_lines([f"*{said}"])
+    for name in (".", "../x"):
+        result = toy(_ONE, "--twinproof-impl", name)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines([f"*--twinproof-impl {name}: no module of that name*"])
+
+
+@pytest.mark.parametrize("at", ["__init__", "checkpoint"])
+def test_a_part_that_cannot_be_imported_is_a_usage_error(
+    toy: Callable[..., pytest.RunResult], pytester: pytest.Pytester, at: str
+) -> None:
+    package = pytester.mkpydir("parts")
+    (package / f"{at}.py").write_text("import of_nobody\n", encoding="utf-8")
+    kept = pytester.path / "r.json"
+    result = toy(_ONE, "--twinproof-impl", "parts", "--twinproof-report", str(kept))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    name = "parts" if at == "__init__" else "parts.checkpoint"
+    said = f"{name} cannot be imported: got ModuleNotFoundError: No module named 'of_nobody'*{at}.py:1"
+    result.stderr.fnmatch_lines([f"*{said}"])
+
+
+@pytest.mark.parametrize(
+    ("profile", "seconds", "said"),
+    [
+        ("thousand", "-5", "got -5, expected a number above 0"),
+        ("thousand", "nan", "got nan, expected a number above 0"),
+        ("thousand", "inf", "got inf, expected a number above 0"),
+        ("quick", "5", "got the profile quick, expected thousand*"),
+    ],
+)
+def test_seconds_without_effect_are_a_usage_error(
+    toy: Callable[..., pytest.RunResult], profile: str, seconds: str, said: str
+) -> None:
+    result = toy(_ONE, "--twinproof-profile", profile, f"--twinproof-seconds={seconds}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--twinproof-seconds: {said}"])
+
+
+def test_a_report_that_cannot_be_written_is_a_usage_error(toy: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
+    result = toy(_ONE, "--twinproof-report", str(tmp_path))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--twinproof-report: got *Is a directory*, expected a file that can be written*"])
+    assert "passed" not in result.stdout.str()
 
 
 def _pytest(folder: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:

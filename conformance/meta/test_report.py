@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -105,6 +106,32 @@ def test_badge(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "badge.svg").exists()
 
 
+@pytest.mark.parametrize(
+    ("outcome", "status", "expected"),
+    [
+        ("passed", 0, None),
+        # It has a case that says so.
+        ("failed", 1, None),
+        ("skipped", 0, ("failure", "nothing ran: no requirement was run; that proves nothing")),
+        ("passed", 1, ("failure", "failed: a test beside the requirements failed")),
+        ("passed", 2, ("error", "not finished: the run did not end: it was interrupted, or a test module *")),
+        ("failed", 3, ("error", "not finished: the run did not end: an internal error; 1 of 1 requirements *")),
+    ],
+)
+def test_junit_is_red_where_the_verdict_is(
+    report: dict[str, Any], outcome: str, status: int, expected: tuple[str, str] | None
+) -> None:
+    entry = next(entry for entry in report["requirements"] if entry["id"] == "CKPT-002")
+    entry = {**entry, "outcome": outcome, "tests": [{**entry["tests"][0], "outcome": outcome}]}
+    (suite,) = ElementTree.fromstring(to_junit([{**report, "requirements": [entry], "exit_status": status}]))
+    found = {child.tag: child.get("message") for case in suite.findall("testcase[@name='verdict']") for child in case}
+    assert list(found) == ([] if expected is None else [expected[0]])
+    assert expected is None or fnmatch(found[expected[0]] or "", expected[1])
+    assert len(suite) == int(suite.get("tests", "")) == 1 + len(found)
+    red_count = int(suite.get("failures", "")) + int(suite.get("errors", ""))
+    assert red_count == len(found) + (outcome == "failed")
+
+
 def test_worse_and_better(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     after = copy.deepcopy(report)
     after["requirements"][0]["outcome"] = "skipped"
@@ -120,6 +147,56 @@ def test_worse_and_better(report: dict[str, Any], tmp_path: Path, capsys: pytest
     assert cli.main(["compare", *map(str, paths)]) == 1
     assert "worse    CKPT-001: passed -> skipped" in capsys.readouterr().out
     assert cli.main(["compare", str(paths[0]), str(paths[0])]) == 0
+
+
+def _as(report: dict[str, Any], outcome: str, **changed: Any) -> dict[str, Any]:
+    """The report of a run of CKPT-002 alone, with this outcome."""
+    (entry,) = [entry for entry in report["requirements"] if entry["id"] == "CKPT-002"]
+    return {**report, "requirements": [{**entry, "outcome": outcome}], "exit_status": 0, **changed}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (("passed", {"exit_status": 2}), ("passed", {}), "got the run did not end: it was interrupted*where: before"),
+        (("passed", {}), ("failed", {"exit_status": 3}), "got the run did not end: an internal error*where: after"),
+        (("skipped", {}), ("skipped", {}), "got no requirement that was run, expected one or more; where: before"),
+        (("passed", {}), ("passed", {"requirements": []}), "got none, expected some of CKPT-002; where: after"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(
+    report: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    before: tuple[str, dict[str, Any]],
+    after: tuple[str, dict[str, Any]],
+    said: str,
+) -> None:
+    """Two runs without a common requirement have "no difference in outcomes"."""
+    paths = [str(tmp_path / "before.json"), str(tmp_path / "after.json")]
+    for path, (outcome, changed) in zip(paths, (before, after), strict=True):
+        Path(path).write_text(json.dumps(_as(report, outcome, **changed)), encoding="utf-8")
+    assert cli.main(["compare", *paths]) == 2
+    assert fnmatch(capsys.readouterr().err, f"twinproof: *{said}*")
+
+
+def test_compare_says_what_it_compares(
+    report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {**report["implementation"], "name": "mine", "version": "3"}
+    after = _as(report, "skipped", implementation=other, profile="quick", started="2026-02-03T04:05:06+00:00")
+    paths = [str(tmp_path / "before.json"), str(tmp_path / "after.json")]
+    for path, content in zip(paths, (_as(report, "passed"), after), strict=True):
+        Path(path).write_text(json.dumps(content), encoding="utf-8")
+    # A run that judges less than the one before is worse, also where it judges nothing at all.
+    assert cli.main(["compare", *paths]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("before   toy.impl ")
+    assert lines[1:] == [
+        "after    mine 3, 2026-02-03T04:05, profile quick, planted all",
+        "other runs, whose outcomes differ by that as well: implementation toy.impl and mine, profile ci and quick",
+        "worse    CKPT-002: passed -> skipped",
+    ]
 
 
 def test_the_report_command(report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

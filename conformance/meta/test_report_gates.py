@@ -108,7 +108,8 @@ def test_the_line_of_the_gates() -> None:
 
 def test_a_page_of_the_evidence_that_the_repository_keeps() -> None:
     folder = Path(__file__).parents[2] / "perf" / "results"
-    paths = sorted(folder.rglob("*.json"))
+    # What was measured of single operators on a GPU judges no gate.
+    paths = [path for path in sorted(folder.rglob("*.json")) if "outcomes" in json.loads(path.read_text())]
     if not paths:
         pytest.skip("an installation has no evidence")
     sources = read_sources(paths)

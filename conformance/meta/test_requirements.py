@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.harness import PlantedBug, RequirementError, collect_requirements, requirement, swap
+from conformance.harness.capabilities import WORDS
 from conformance.harness.implementation import capabilities
 from conformance.harness.ledger import builtin_ledger
 from conformance.harness.planted import all_planted, check_matrix, untraced
-from conformance.harness.requirements import Requirement, check_unique, requirement_of
+from conformance.harness.requirements import STEMS, Requirement, check_unique, requirement_of
 
 
 def _proof() -> None:
@@ -63,6 +64,12 @@ def test_what_is_recorded_also_below_given() -> None:
     found = requirement_of(inner)
     assert found is not None
     assert found.id == "PIPE-001"
+
+
+def test_a_requirement_names_a_test_that_can_be_run() -> None:
+    """Also where it was written above ``@given``."""
+    wrong = [each for each in collect_requirements() if not each.function.isidentifier()]
+    assert wrong == []
 
 
 def test_ids_are_proven_once_and_stand_in_their_component() -> None:
@@ -119,6 +126,13 @@ def test_every_capability_that_is_needed_is_declared() -> None:
     asked = Requirement("CKPT-001", "MUST", ("cuda", "streams", "staged_copies"), "m", "test")
     assert undeclared_needs([asked]) == ["CKPT-001: streams"]
     assert undeclared_needs(collect_requirements()) == []
+
+
+def test_the_words_of_capabilities_are_those_that_are_needed() -> None:
+    needed: dict[str, set[str]] = {stem: set() for stem in STEMS}
+    for each in collect_requirements():
+        needed[each.stem] |= set(each.needs)
+    assert {stem: set(words) for stem, words in WORDS.items()} == needed
 
 
 def unresolved_targets(bugs: Iterable[PlantedBug]) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from conformance.harness.endings import carried_out, check_writable, where_raised
 from perf.harness.bench import Bench
 from perf.harness.declarations import COMPONENTS
 from perf.harness.evidence_cli import COMMANDS
@@ -39,6 +40,10 @@ _SHORT_S = 40.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``bench`` or one of its commands; 0: nothing is wrong, 1: a gate failed, 2: it could not be carried out."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return carried_out("twinproof bench", lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     try:
         other = COMMANDS.get(words[0]) if words else None
         return _bench(words) if other is None else other(words[1:])
@@ -77,7 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gates", action="store_true", help="end with 1 when a gate failed, or when none was decided")
     parser.add_argument("--only", nargs="+", metavar="GATE", help="gates to judge; only their shapes are measured")
     parser.add_argument("--gate", metavar="GATE", help="this gate, of whatever component, and no other")
-    parser.add_argument("--list-gates", metavar="CLASS", help="print the gates of a hardware class as JSON, and end")
+    parser.add_argument(
+        "--list-gates",
+        metavar="CLASS",
+        help="print the gates of a hardware class as JSON, and end; of a component or form, where given",
+    )
     parser.add_argument(
         "--no-repeat", action="store_true", help="do not measure again where noise left a gate undecided"
     )
@@ -91,7 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stage-ms", nargs="+", default=[], metavar="STAGE=MS", help="durations for --overlap where there is no GPU"
     )
-    parser.set_defaults(form="full")
     return parser
 
 
@@ -100,9 +108,13 @@ def _import_tested(name: str) -> None:
     sys.path.append(os.getcwd())
     try:
         importlib.import_module(name)
-    except ImportError as error:
+    except Exception as error:
+        got = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        where = (
+            name if isinstance(error, ModuleNotFoundError) and error.name == name else f"{name}, {where_raised(error)}"
+        )
         raise ConfigError(
-            "the module under test cannot be imported", got=str(error), expected="installed, or here", where=name
+            "the module under test cannot be imported", got=got, expected="installed, or here", where=where
         ) from error
 
 
@@ -111,6 +123,11 @@ def _bench(words: list[str]) -> int:
     arguments = parser.parse_args(words)
     _refuse_unused(parser, arguments)
     folder = arguments.fs or (_SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
+    if not folder.is_dir():
+        raise ConfigError("no such folder", got=folder, expected="one to write in", where="--fs")
+    if arguments.json is not None:
+        # A measurement is not lost for its file.
+        check_writable(arguments.json)
     if arguments.table or arguments.overlap is not None:
         if arguments.component != "pipeline":
             parser.error("--table and --overlap belong to pipeline")
@@ -119,8 +136,9 @@ def _bench(words: list[str]) -> int:
     workloads = read_workloads()
     gates = read_gates(workloads)
     if arguments.list_gates is not None:
-        print(json.dumps([gate.id for gate in gates if arguments.list_gates in gate.hardware]))
+        print(json.dumps([gate.id for gate in _listed(arguments, gates, workloads)]))
         return 0
+    arguments.form = arguments.form or "full"
     gates = _chosen(arguments, gates, workloads)
     begun = time.monotonic()
     _import_tested(arguments.impl)
@@ -188,19 +206,48 @@ def _refuse_unused(parser: argparse.ArgumentParser, arguments: argparse.Namespac
         "--only": arguments.only is not None,
         "--gate": arguments.gate is not None,
         "--no-repeat": arguments.no_repeat,
-        "--short or --form": arguments.form != parser.get_default("form"),
+        "--short or --form": arguments.form is not None,
         "--impl": arguments.impl != parser.get_default("impl"),
         "--json": arguments.json is not None and not arguments.table,
     }
     unused = []
     if arguments.table or arguments.overlap is not None:
         unused = [f"{name}: --table and --overlap judge no gates" for name, given in judging.items() if given]
+    if arguments.list_gates is not None:
+        of_measuring = {name: given for name, given in judging.items() if name != "--short or --form"}
+        more = {
+            "--table": arguments.table,
+            "--overlap": arguments.overlap is not None,
+            "--fs": arguments.fs is not None,
+        }
+        unused += [
+            f"{name}: --list-gates measures nothing" for name, given in {**of_measuring, **more}.items() if given
+        ]
     if arguments.stage_ms and arguments.overlap is None:
         unused.append("--stage-ms: it is for --overlap")
     if arguments.only is not None and arguments.gate is not None:
         unused.append("--only: --gate is one gate and no other")
     if unused:
         parser.error(f"no effect has {'; '.join(unused)}")
+
+
+def _listed(arguments: argparse.Namespace, gates: list[Gate], workloads: Mapping[str, Workload]) -> list[Gate]:
+    """The gates of a hardware class; of the component and the form that are named, where one is.
+
+    Raises:
+        ConfigError: no gate is of that class.
+    """
+    classes = sorted({name for gate in gates for name in gate.hardware})
+    if arguments.list_gates not in classes:
+        raise ConfigError("no gate of that class", got=arguments.list_gates, expected=classes, where="--list-gates")
+    form = None if arguments.form is None else {arguments.form}
+    return [
+        gate
+        for gate in gates
+        if arguments.list_gates in gate.hardware
+        and (form is None or form & gate.workloads.keys())
+        and arguments.component in (None, *(workloads[shape].component for shape in gate.workloads.values()))
+    ]
 
 
 def _chosen(arguments: argparse.Namespace, gates: list[Gate], workloads: Mapping[str, Workload]) -> list[Gate]:

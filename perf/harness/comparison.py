@@ -19,7 +19,7 @@ from perf.harness.formulas import evaluate_bound
 from perf.harness.gates import Control, Gate, Kind
 from perf.harness.judge import Result, Ruling, count_of, judge_ratio
 from perf.harness.paired import ratios
-from perf.harness.results import Evidence, hardware_of, title_of
+from perf.harness.results import Evidence, differences, hardware_of, title_of
 from perf.harness.verdicts import PAIRS_MIN, SAME_WITHIN, Interval, interval_of
 from twinproof.errors import ConfigError
 
@@ -93,14 +93,27 @@ def _ordered(side: Side, where: str) -> Side:
         raise ConfigError("no evidence", got=0, expected="one run or more", where=where)
     first = side[0]
     for other in side[1:]:
-        if (hardware_of(other), other.form) != (hardware_of(first), first.form):
-            got = f"{hardware_of(other)}, {other.form}"
+        elsewhere = _other_machines(first, other)
+        if elsewhere or other.form != first.form:
+            got = elsewhere or f"{hardware_of(other)}, {other.form}"
             raise ConfigError("runs that do not belong together", got=got, expected=hardware_of(first), where=where)
         changed = [name for name in other.workloads if not _is_same_shape(first, other, name)]
         if other.workloads.keys() != first.workloads.keys() or changed:
             odd = sorted(other.workloads.keys() ^ first.workloads.keys()) or changed
             raise ConfigError("runs of one side with other workloads", got=odd, expected="the same in all", where=where)
+    moments = Counter(run.created for run in side if run.created)
+    twice = [moment for moment, count in moments.items() if count > 1]
+    if twice:
+        raise ConfigError("one run stands twice in a side", got=twice, expected="runs of their own", where=where)
     return sorted(side, key=lambda run: run.created)
+
+
+def _other_machines(before: Evidence, after: Evidence) -> str:
+    """What makes times of two runs incomparable, in a few words; nothing where nothing does."""
+    found = differences(before, after)
+    if "machine" in found:
+        return f"other machines: {' and '.join(found['machine'])}"
+    return f"other machines of one name, by {', '.join(found)}" if found else ""
 
 
 def _is_same_shape(before: Evidence, after: Evidence, name: str) -> bool:
@@ -167,9 +180,9 @@ def judge_regression(gate: Gate, before: Evidence, after: Evidence, *, who: Cont
 def _judge_change(gate: Gate, before: Side, after: Side, *, who: Control | None = None) -> Ruling:
     assert gate.peer is not None
     then, now = Control(gate.subject, gate.peer), who or Control(gate.subject, gate.peer)
-    machines = hardware_of(before[0]), hardware_of(after[0])
-    if machines[0] != machines[1]:
-        return Ruling(Result.UNDECIDED, f"other machines: {machines[0]} and {machines[1]}")
+    elsewhere = _other_machines(before[0], after[0])
+    if elsewhere:
+        return Ruling(Result.UNDECIDED, elsewhere)
     old = [_ratios(gate, run, then) for run in before]
     new = [_ratios(gate, run, now) for run in after]
     if any(interval_of(found) is None for found in (*old, *new)):
@@ -213,9 +226,9 @@ def _changed_count(gate: Gate, before: Side, after: Side) -> Change:
     if None in counts:
         return Change("undecided", f"undecided  {gate.id}: the workload that is subtracted was not measured", False)
     then, now = (float(count) for count in counts if count is not None)
-    machines = hardware_of(before[0]), hardware_of(after[0])
-    if gate.kind is Kind.MEMORY and machines[0] != machines[1]:
-        return line("undecided", f"other machines: {machines[0]} and {machines[1]}")
+    elsewhere = _other_machines(before[0], after[0])
+    if gate.kind is Kind.MEMORY and elsewhere:
+        return line("undecided", elsewhere)
     bound = next(found["bound"] for run in after for found in run.outcomes if found["gate"] == gate.id)
     allowed = (1 - KEPT_MIN) * bound
     if now - then > allowed:
@@ -248,7 +261,7 @@ def _verdicts(before: Side, after: Side) -> Iterator[Change]:
     then, now = _results(before), _results(after)
     reasons = {found["gate"]: found["reason"] for run in after for found in run.outcomes}
     kinds = {found["gate"]: found.get("kind") for run in after for found in run.outcomes}
-    is_elsewhere = hardware_of(before[0]) != hardware_of(after[0])
+    is_elsewhere = bool(_other_machines(before[0], after[0]))
     for gate, results in now.items():
         failed = any(result in _FAILED for result in results)
         had_failed = any(result in _FAILED for result in then.get(gate, ()))
@@ -303,9 +316,14 @@ def notes(before: Side, after: Side) -> list[str]:
     lines = [
         f"{name:7} {title_of(side[-1])}{_run_count(side)}" for name, side in (("before", before), ("after", after))
     ]
-    machines = hardware_of(before[0]), hardware_of(after[0])
-    if machines[0] != machines[1]:
+    elsewhere = _other_machines(before[0], after[0])
+    if elsewhere:
         lines.append("other machines: a ratio of two programs differs between them, so times and memory are undecided")
+        found = differences(before[0], after[0]).items()
+        lines += [f"  {name}: {old} and {new}" for name, (old, new) in found if name != "machine"]
+    if before[0].implementation != after[0].implementation:
+        who = f"{before[0].implementation} and {after[0].implementation}"
+        lines.append(f"other implementations, whose ratios are not changes of one: {who}")
     old, new = (side[0].environment.get("versions", {}) for side in (before, after))
     differ = [
         f"{name} {old.get(name)} and {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)

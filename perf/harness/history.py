@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from perf.harness.gates import Kind
-from perf.harness.results import Evidence, hardware_of
+from perf.harness.results import Evidence, differences, hardware_of
 from perf.harness.svg import LogAxis, disc, drawing, line, text
 
 __all__ = [
@@ -78,7 +78,9 @@ class Step:
 def series(runs: Iterable[Evidence]) -> list[Series]:
     """Every ratio that any run has judged, by machine, form, gate and shape; runs in order of time."""
     found: dict[tuple[str, ...], Series] = {}
+    machines: dict[str, Evidence] = {}
     for run in sorted(runs, key=lambda run: run.created):
+        machine = _machine(run, machines)
         for outcome in run.outcomes:
             subject = outcome["subject"]
             if not Kind(outcome["kind"]).is_paired or subject["value"] is None:
@@ -86,13 +88,25 @@ def series(runs: Iterable[Evidence]) -> list[Series]:
             gate, workload = outcome["gate"], outcome["workload"]
             shape = run.workloads.get(workload, {})
             size = "x".join(str(size) for size in (shape.get("tensor_count"), *shape.get("shape", ())))
-            key = (hardware_of(run), run.implementation, run.form, gate, workload, size)
+            key = (machine, run.implementation, run.form, gate, workload, size)
             commit = run.environment.get("commit") or ""
             point = Point(run.created, commit, subject["value"], subject["low"], subject["high"])
             past = found[key].points if key in found else ()
             component = shape.get("component", "")
             found[key] = Series(key[0], key[1], component, run.form, gate, workload, outcome["bound"], (*past, point))
     return list(found.values())
+
+
+def _machine(run: Evidence, known: dict[str, Evidence]) -> str:
+    """The name of the run's machine; of another one of the same name also what differs. Adds a new one to ``known``."""
+    for name, first in known.items():
+        if not differences(first, run):
+            return name
+    name = hardware_of(run)
+    if name in known:
+        name += "".join(f", {what} {said}" for what, (_, said) in differences(known[name], run).items())
+    known.setdefault(name, run)
+    return name
 
 
 def runs_min(false_alarms: float = FALSE_ALARMS) -> int:

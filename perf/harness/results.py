@@ -22,8 +22,10 @@ __all__ = [
     "Evidence",
     "collect",
     "commit_of",
+    "differences",
     "facts_of",
     "hardware_of",
+    "hardware_said",
     "machine_of",
     "read_evidence",
     "read_side",
@@ -39,6 +41,18 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "outcomes": list,
     "details": (dict, type(None)),
 }
+# What each outcome has; a value that is absent is null.
+_OUTCOME: dict[str, type | tuple[type, ...]] = {
+    "gate": str,
+    "kind": str,
+    "workload": str,
+    "result": str,
+    "reason": str,
+    "bound": (int, float),
+}
+_MEASURED = ("value", "low", "high")
+# Of two machines with as much memory, kernels leave programs a little less or more.
+_MEMORY_WITHIN = 1.1
 # Two ranks on one processor take turns, and every ratio between paths changes.
 _CPU_COUNT_MIN = 2
 
@@ -79,6 +93,47 @@ def hardware_of(evidence: Evidence) -> str:
         words.append(f"{threads} threads")
     words += [name for name in evidence.machine.classes if name != "cpu"]
     return ", ".join([*words, evidence.machine.filesystem])
+
+
+def hardware_said(evidence: Evidence) -> dict[str, Any]:
+    """Facts that times depend on and that the evidence states: what an older one does not state is absent.
+
+    A hypervisor gives several generations of processors one name, so that their flags say more than it does.
+    """
+    facts = evidence.environment
+    variables = facts.get("variables")
+    said = {
+        "machine": hardware_of(evidence),
+        "cpu flags": facts.get("cpu", {}).get("flags"),
+        "torch's vectors": facts.get("torch", {}).get("capability"),
+        "memory_bytes": facts.get("memory_bytes"),
+        # Of what is set for this process, what is the library's own.
+        "variables": variables and {name: value for name, value in variables.items() if name.startswith("FASTIMPL_")},
+    }
+    return {name: value for name, value in said.items() if value not in (None, "unavailable")}
+
+
+def differences(one: Evidence, other: Evidence) -> dict[str, tuple[str, str]]:
+    """What makes times of two runs incomparable, in words: by name, what each says; empty where nothing does.
+
+    A fact that one of them does not state is no difference. Memory may differ by a tenth.
+    """
+    old, new = hardware_said(one), hardware_said(other)
+    return {
+        name: (_in_words(old[name]), _in_words(new[name]))
+        for name in old
+        if name in new and old[name] != new[name] and not (name == "memory_bytes" and _is_near(old[name], new[name]))
+    }
+
+
+def _is_near(one: float, other: float) -> bool:
+    return max(one, other) <= _MEMORY_WITHIN * min(one, other)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={inner}" for name, inner in sorted(value.items())) or "none"
+    return (" ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
 def title_of(evidence: Evidence) -> str:
@@ -182,11 +237,40 @@ def read_evidence(path: Path) -> Evidence:
             if name in document and not isinstance(document[name], kind):
                 got = type(document[name]).__name__
                 raise FormatError(f"{name} of evidence is of another type", got=got, expected=kind, where=path)
+        _check_measured(document.get("rounds", {}), document.get("outcomes", []), path)
         return Evidence(**document, machine=Machine(tuple(machine["classes"]), machine["filesystem"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, FormatError):
             raise
         raise FormatError("not the evidence of a bench", got=error, expected="JSON of a run", where=path) from error
+
+
+def _check_measured(rounds: dict[str, Any], outcomes: list[Any], path: Path) -> None:
+    """Raises FormatError where an outcome or a round is not what others read in it."""
+    for number, outcome in enumerate(outcomes):
+        fields = outcome if isinstance(outcome, dict) else {}
+        wrong = [name for name, kind in _OUTCOME.items() if not isinstance(fields.get(name), kind)]
+        for side in ("subject", "control"):
+            found = fields.get(side)
+            measured = found if isinstance(found, dict) else {}
+            is_read = all(isinstance(measured.get(name, ""), (int, float, type(None))) for name in _MEASURED)
+            wrong += [] if is_read else [side]
+        if wrong:
+            got, expected = {name: fields.get(name) for name in wrong}, [*_OUTCOME, "subject", "control"]
+            raise FormatError(
+                "not the outcome of a gate", got=got, expected=expected, where=f"{path}: outcome {number}"
+            )
+    for name, found in rounds.items():
+        if not isinstance(found, list) or not all(map(_is_round, found)):
+            said = "for each round and contender, numbers by name"
+            raise FormatError("not the rounds of a workload", got=found, expected=said, where=f"{path}: {name}")
+
+
+def _is_round(one: Any) -> bool:
+    return isinstance(one, dict) and all(
+        isinstance(found, dict) and all(isinstance(value, (int, float)) for value in found.values())
+        for found in one.values()
+    )
 
 
 def read_side(path: Path) -> list[Evidence]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from perf.harness.gates import Kind
 from perf.harness.judge import Outcome, Result, Ruling
 from perf.harness.paired import Round, ratios
-from perf.harness.verdicts import compare
+from perf.harness.verdicts import compare, digits
 from perf.harness.workloads import Workload
 
 __all__ = ["gate_lines", "workload_lines"]
@@ -34,7 +34,7 @@ def workload_lines(workload: Workload, rounds: Sequence[Round]) -> list[str]:
         ours = _ours_for(who, workload)
         against = "" if ours is None or who == ours else _ratio(rounds, who, ours)
         counted = [_count(name, max(s[name] for s in samples)) for name in _SHOWN if all(name in s for s in samples)]
-        lines.append(f"  {who:16} {seconds:9.4f} s  {against:44} {', '.join(counted)}")
+        lines.append(f"  {who:16} {digits(seconds, 4):>9} s  {against:44} {', '.join(counted)}")
     return lines
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["PAIRS_MIN", "SAME_WITHIN", "Comparison", "Interval", "Verdict", "compare", "interval_of"]
+__all__ = ["PAIRS_MIN", "SAME_WITHIN", "Comparison", "Interval", "Verdict", "compare", "digits", "interval_of"]
 
 # A difference that a whole interval does not exceed is not worth a word.
 SAME_WITHIN = 0.03
@@ -32,6 +32,11 @@ class Verdict(str, Enum):
     UNDECIDED = "undecided"
 
 
+def digits(value: float, count: int = 3) -> str:
+    """``value`` with so many significant digits, or with all in front of its point: 0.00452, 1.00, 1234."""
+    return f"{value:.0f}" if abs(value) >= 10 ** (count - 1) else f"{value:#.{count}g}".rstrip(".")
+
+
 @dataclass(frozen=True)
 class Interval:
     """A ratio with its interval of at least 95 %. ``method`` is ``order`` or ``student``."""
@@ -43,7 +48,7 @@ class Interval:
     method: str
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return f"{digits(self.median)} [{digits(self.low)}, {digits(self.high)}]"
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,10 @@ def _evidence(gates: Sequence[Gate], *, slower: float = 1.0, noise: float = 0.00
         for name in {gate.workloads["full"] for gate in gates}
     }
     shapes = {name: WORKLOADS[name].as_dict() for name in rounds}
+    fields = {"kind": "claim", "bound": 1.0, "result": "pass", "reason": ""}
+    fields |= dict.fromkeys(("subject", "control"), dict.fromkeys(("value", "low", "high")))
     outcomes = [
-        {"gate": gate.id, "workload": gate.workloads["full"], "result": "pass", "reason": ""}
+        {**fields, "gate": gate.id, "workload": gate.workloads["full"]}
         for gate in gates
         if gate.kind is not Kind.REGRESSION
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from perf.harness.comparison import Change, compare_evidence, compare_sides, not
 from perf.harness.gates import Gate, Kind, read_gates
 from perf.harness.judge import Machine, judge
 from perf.harness.paired import Round
-from perf.harness.results import Evidence, hardware_of, write_evidence
+from perf.harness.results import Evidence, differences, hardware_of, read_evidence, write_evidence
 from perf.harness.workloads import read_workloads
 from twinproof.errors import ConfigError
 
@@ -23,7 +24,7 @@ WORKLOADS = read_workloads()
 GATES = read_gates(WORKLOADS)
 BY_ID = {gate.id: gate for gate in GATES}
 MACHINE = Machine(("cpu",), "tmpfs")
-XEON = {"cpu": {"count": 2, "model": "Xeon"}, "torch": {"threads": 2}, "versions": {"torch": "2.13.0"}}
+XEON: dict[str, Any] = {"cpu": {"count": 2, "model": "Xeon"}, "torch": {"threads": 2}, "versions": {"torch": "2.13.0"}}
 CLAIM, OTHER = BY_ID["save-rows-defaults"], BY_ID["open"]
 COUNT = next(g for g in GATES if g.kind is Kind.COUNTER and g.id == "save-rows-write-calls")
 ZERO = BY_ID["save-rows-shared-pages"]
@@ -135,6 +136,82 @@ def test_cores_and_threads_make_another_machine(change: dict[str, Any]) -> None:
     other_disk = replace(_claimed(1.0), machine=Machine(("cpu",), "ext4"))
     a_gpu = replace(_claimed(1.0), machine=Machine(("cpu", "cuda", "nvidia-h200"), "tmpfs"))
     assert len({hardware_of(run) for run in (_claimed(1.0), other_disk, a_gpu)}) == 3
+
+
+_SAID: dict[str, Any] = {
+    "cpu": {**XEON["cpu"], "flags": ["avx2", "avx512f"]},
+    "torch": {"threads": 2, "capability": "AVX512"},
+    "memory_bytes": 24 << 30,
+    "variables": {"FASTIMPL_X": "1", "TWINPROOF_Y": "1"},
+}
+_OTHER_OF_ONE_NAME = [
+    ({"cpu": {**XEON["cpu"], "flags": ["avx2"]}}, "cpu flags: avx2 avx512f and avx2"),
+    ({"torch": {"threads": 2, "capability": "AVX2"}}, "torch's vectors: AVX512 and AVX2"),
+    ({"memory_bytes": 3 << 30}, f"memory_bytes: {24 << 30} and {3 << 30}"),
+    ({"variables": {}}, "variables: FASTIMPL_X=1 and none"),
+]
+
+
+@pytest.mark.parametrize(("changed", "said"), _OTHER_OF_ONE_NAME)
+def test_unlike_machines_of_one_name_are_told(
+    changed: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hypervisor calls generations of processors "AMD EPYC"."""
+    before, after = _claimed(1.0, **_SAID), _claimed(1.001, seed=1, **{**_SAID, **changed})
+    assert _call(tmp_path, before, after) == 2
+    out = capsys.readouterr().out
+    assert out.splitlines()[3] == f"  {said}"
+    assert f": other machines of one name, by {said.partition(': ')[0]}\n" in out
+    with pytest.raises(ConfigError, match="belong together"):
+        compare_sides([before, replace(after, created="2026-01-02"), before], [before] * 3, GATES)
+
+
+def test_what_one_run_does_not_say_is_no_difference(tmp_path: Path) -> None:
+    """Evidence of earlier versions has fewer facts; two kernels leave a program not quite as much memory."""
+    old, new = _claimed(1.0), _claimed(1.0, **_SAID)
+    near = _claimed(1.0, **{**_SAID, "memory_bytes": 23 << 30, "variables": {"FASTIMPL_X": "1"}})
+    unread = _claimed(1.0, **{**_SAID, "memory_bytes": "unavailable"})
+    for other in (old, near, unread, _claimed(1.0, cpu=XEON["cpu"], variables={"FASTIMPL_X": "1"})):
+        assert differences(other, new) == differences(new, other) == {}
+    assert _call(tmp_path, old, new) == 0
+    for path in sorted((Path(__file__).parents[1] / "results").rglob("*.json")):
+        if "rounds" in path.read_text(encoding="utf-8"):
+            assert hardware_of(read_evidence(path)), path
+
+
+def test_another_implementation_is_named() -> None:
+    lines = notes([_claimed(1.0)], [replace(_claimed(1.0), implementation="mine")])
+    assert lines[2:] == ["other implementations, whose ratios are not changes of one: fastimpl and mine"]
+
+
+def test_one_run_three_times_is_not_three_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "abc":
+        write_evidence(_claimed(1.0), tmp_path / "runs" / f"{name}.json")
+    assert main(["compare", str(tmp_path / "runs"), str(tmp_path / "runs")]) == 2
+    assert "one run stands twice in a side" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"outcomes": [{}]},
+        {"outcomes": ["pass"]},
+        {"outcomes": [{**_claimed(1.0).outcomes[0], "subject": {"value": "1"}}]},
+        {"rounds": {"a": [{"ours": 1.0}]}},
+        {"rounds": {"a": {"ours": {"seconds": 1.0}}}},
+    ],
+)
+def test_evidence_with_parts_of_another_shape_is_refused(
+    changed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.json"
+    write_evidence(replace(_claimed(1.0), **changed), path)
+    for words in (["compare", str(path)], ["history"], ["plot", "--svg", str(tmp_path / "x.svg")]):
+        assert main([*words, str(path)]) == 2
+        err = capsys.readouterr().err
+        assert re.match(r"twinproof bench: not the (outcome of a gate|rounds of a workload)", err)
+        assert "odd.json: " in err
+        assert "Traceback" not in err
 
 
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,8 @@ from perf.harness.nvml import Gpu, GpuSample, Unavailable, counts_between, open_
 from perf.harness.paired import Sample, interleave, merge_ranks, ratios
 from perf.harness.results import Evidence, commit_of, write_evidence
 from perf.harness.roofline import measure_roofline
-from perf.harness.verdicts import Verdict, compare, interval_of
+from perf.harness.table import workload_lines
+from perf.harness.verdicts import Verdict, compare, digits, interval_of
 from perf.harness.workloads import read_workloads
 from twinproof.errors import ConfigError
 
@@ -415,3 +418,35 @@ def test_evidence_names_the_commit_of_the_implementation(tmp_path: Path, monkeyp
     assert commit_of("an_implementation") == git("rev-parse", "--short=10", "HEAD") + "+"
     assert commit_of("no_such_implementation") is None
     assert commit_of("no_such.implementation") is None
+
+
+def test_what_cannot_be_measured_is_told_before_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 would say that a gate failed; a measurement would be lost for its file."""
+    monkeypatch.setattr(cli, "Bench", lambda **_: pytest.fail("it measured"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bench_of_a_test.py").write_text("raise RuntimeError('no gpu')\n", encoding="utf-8")
+    for words, said in (
+        (["--json", str(tmp_path)], f"a file cannot be used: got Is a directory, expected one .*where: {tmp_path}"),
+        (["--fs", "/no/such/folder"], "no such folder.*got.*/no/such/folder.*where.*--fs"),
+        (["--impl", "bench_of_a_test"], r"cannot be imported.*RuntimeError: no gpu.*bench_of_a_test\.py:1"),
+    ):
+        assert cli.main(["kvstore", "--form", "test", *words]) == 2
+        err = capsys.readouterr().err
+        assert re.search(said, err, re.DOTALL), err
+        assert err.startswith("twinproof bench: ")
+        assert "Traceback" not in err
+
+
+def test_a_slow_side_is_shown_with_its_digits() -> None:
+    """Of what takes 200 times as long, two digits behind the point are "0.00"."""
+    workload = read_workloads()["kv-get-288-1e5"]
+    peer = next(name for name in workload.contenders if name not in ("ours", "control"))
+    lines = workload_lines(workload, [{"ours": {"seconds": 0.8665}, peer: {"seconds": 0.0039214}}] * 7)
+    assert any("0.8665 s" in line for line in lines)
+    assert any("0.003921 s" in line and "ours 0.00453 [0.00453, 0.00453] times as fast" in line for line in lines)
+    shown = [digits(value) for value in (0.0, 0.00452, 1.0, 9.999, 12.34, 99.96, 123.4, 1234.5, -0.5)]
+    assert shown == ["0.00", "0.00452", "1.00", "10.0", "12.3", "100", "123", "1234", "-0.500"]
+    assert digits(123.456, 4) == "123.5"

@@ -48,6 +48,22 @@ def test_false_alarms_are_as_rare_as_they_are_said_to_be() -> None:
     assert alarms >= trial_count * allowed - 3.5 * deviation
 
 
+def test_machines_of_one_name_have_histories_of_their_own() -> None:
+    """Under a hypervisor's name for several processors a step would be that of another one."""
+    runs = [_run(hour, 2.0) for hour in range(4)]
+    flags: tuple[dict[str, list[str]], ...] = (
+        {"flags": ["avx2"]},
+        {"flags": ["avx2", "avx512f"]},
+        {"flags": ["avx2"]},
+        {},
+    )
+    for run, said in zip(runs, flags, strict=True):
+        run.environment["cpu"] = {"count": 2, "model": "Some", **said}
+    found = [(each.machine, len(each.points)) for each in series(runs)]
+    # What says nothing of its vector units is taken for the first.
+    assert found == [("2 x Some, tmpfs", 3), ("2 x Some, tmpfs, cpu flags avx2 avx512f", 1)]
+
+
 @pytest.mark.parametrize("step_at", [4, 8, 12])
 def test_a_step_is_found_where_it_is(step_at: int) -> None:
     values = [2.0 + 0.02 * (n % 3) for n in range(16)]

@@ -52,7 +52,7 @@ def test_quantiles_speed_and_peaks_are_shown() -> None:
     workload = replace(SMALL, contenders=("base", "sparse-dist"))
     rounds: list[Round] = [{"base": sample(20 + i, 5), "sparse-dist": sample(10 + i / 2, 3)} for i in range(10)]
     base, sparse_dist = (line.split() for line in table_lines(workload, rounds)[-2:])
-    assert base == ["base", "24.00", "28.00", "0.50", "[0.50,", "0.50]", "5.0", "MiB", "-"]
+    assert base == ["base", "24.00", "28.00", "0.500", "[0.500,", "0.500]", "5.0", "MiB", "-"]
     assert sparse_dist == ["sparse-dist", "12.00", "14.00", "-", "3.0", "MiB", "-"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -119,6 +120,7 @@ def test_progress_goes_to_stderr_and_can_be_switched_off(
     [
         (["--only", "kv-sort-torc"], ["no gate of that name", "kv-sort-torc;", "kv-sort-torch'"]),
         (["--only", "xyz"], ["no gate of that name", "--list-gates"]),
+        (["--list-gates", "nosuch"], ["no gate of that class", "nosuch", "cpu"]),
         (["checkpoint", "--only", "kv-sort-torch"], ["several components", "checkpoint", "kvstore"]),
         (["--only", "kv-sort-torch", "open"], ["several components", "checkpoint", "kvstore"]),
         (["--short", "--only", "kv-sort-torch"], ["this form", "got: short", "['full']"]),
@@ -130,6 +132,24 @@ def test_gates_that_cannot_be_judged_are_named(
     assert cli.main(words) == 2
     text = capsys.readouterr().err
     assert all(word in text for word in said), text
+
+
+def test_gates_are_listed_by_class_component_and_form(capsys: pytest.CaptureFixture[str]) -> None:
+    def listed(*words: str) -> set[str]:
+        assert cli.main([*words, "--list-gates", "cpu"]) == 0
+        return set(json.loads(capsys.readouterr().out))
+
+    of_class = {gate.id: gate for gate in GATES if "cpu" in gate.hardware}
+    assert listed() == set(of_class)
+    kvstore = {name for name, gate in of_class.items() if name.startswith("kv-")}
+    assert listed("kvstore") == kvstore != set()
+    assert listed("kvstore", "--short") == {name for name in kvstore if "short" in of_class[name].workloads}
+    assert listed("kvstore", "--form", "full") == {name for name in kvstore if "full" in of_class[name].workloads}
+    for words in (["--only", "open"], ["--json", "x.json"], ["--gates"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["--list-gates", "cpu", *words])
+        assert caught.value.code == 2
+        assert f"{words[0]}: --list-gates measures nothing" in capsys.readouterr().err
 
 
 def test_a_component_that_the_implementation_lacks_leaves_a_workload_out(
