@@ -399,3 +399,12 @@ def test_a_process_that_works_on_a_gpu_makes_none() -> None:
         assert not is_kept_from(device, test_values.test_any_partition)
         assert not is_kept_from(device, test_sharded.test_rows)
     assert not is_kept_from("pretend", test_places.test_steps)
+
+
+def test_the_module_may_be_taken_away() -> None:
+    """As by whoever restores the modules of before, which pytest's runs of tests within tests do."""
+    with PretendDevice():
+        pass
+    del sys.modules["torch.pretend"]
+    with PretendDevice() as device:
+        assert torch.ones(2).to(device.device).device == device.device

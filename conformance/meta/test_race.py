@@ -118,6 +118,11 @@ def test_a_hazard_says_everything(tmp_path: Path) -> None:
         ("if x.sum() > 0: pass", "value"),
         ("x.sum().item()", "value"),
         ("x.nonzero()", "value"),
+        ("torch.linalg.inv(torch.eye(2, device='cuda'))", "value"),
+        ("x[x > 0]", "value"),
+        ("x[x > 0] = x[0]", "value"),
+        ("torch.repeat_interleave(x.long())", "value"),
+        ("torch.nn.functional.one_hot(x.long())", "value"),
         ("print(x)", "value"),
         ("torch.cuda.current_stream().record_event().query()", "time"),
         ("torch.cuda.current_stream().query()", "time"),
@@ -126,6 +131,7 @@ def test_a_hazard_says_everything(tmp_path: Path) -> None:
         ("torch.ones(8, pin_memory=True).numpy()", "address"),
         ("torch.cuda.current_stream().cuda_stream", "address"),
         ("x + torch.ones(8)", "place"),
+        ("x[torch.arange(2, device='cuda')] = torch.ones(2)", "place"),
         ("torch.compile(lambda y: y + 1)(x)", "bypass"),
     ],
 )
@@ -138,6 +144,13 @@ def test_what_cannot_be_judged_is_not_passed(line: str, kind: str, tmp_path: Pat
     assert report.status(accept=(kind,)) == (2 if kind == "bypass" else 0)
     assert "not judged" in report.text()
     assert ("(accepted)" in report.text(accept=(kind,))) == (kind != "bypass")
+
+
+def test_the_count_of_a_mask_is_waited_for_and_its_rows_are_not(tmp_path: Path) -> None:
+    lines = ["side, x = torch.cuda.Stream(), torch.ones(8, device='cuda')", "host = x.to('cpu', non_blocking=True)"]
+    lines += ["rows = x[x > 0]", "host.sum()", "with torch.cuda.stream(side):", "    rows.mul_(2)"]
+    report = _ran("mask", lines, tmp_path / "program.py")
+    assert [(hazard.kind, hazard.points) for hazard in report.hazards] == [("race", ("program.py:4", "program.py:7"))]
 
 
 def test_calls_that_are_not_modelled_raise(tmp_path: Path) -> None:
@@ -245,6 +258,106 @@ def test_what_training_loops_use_works() -> None:
     assert report.hazards == [], report.text()
     # The scaler asks whether a gradient overflowed.
     assert {gap.kind for gap in report.not_covered} == {"value"}
+
+
+def test_what_is_loaded_lies_where_it_is_wanted(tmp_path: Path) -> None:
+    file = tmp_path / "saved.pt"
+    with watch() as report:
+        torch.save({"x": torch.ones(3, device="cuda"), "host": torch.ones(3)}, file)
+        found = torch.load(file)
+        assert (found["x"].is_cuda, found["host"].is_cuda) == (True, False)
+        for place in ("cuda", "cuda:0", torch.device("cuda"), lambda storage, location: storage.cuda()):
+            there = torch.load(file, map_location=place)
+            assert all(one.is_cuda for one in there.values())
+            assert there["x"].tolist() == there["host"].tolist() == [1.0] * 3
+        here = torch.load(file, map_location="cpu")
+        assert not any(one.is_cuda for one in here.values())
+        assert isinstance(torch.cuda.device("cuda"), torch.cuda.device)
+        of_tensor = torch.cuda.device_of(found["x"])  # type: ignore[no-untyped-call]
+        for context in (torch.cuda.device(0), of_tensor, torch.accelerator.device_index(0)):
+            with context:
+                pass
+    assert report.hazards == []
+
+
+def test_what_is_made_from_another_lies_beside_it() -> None:
+    with watch() as report:
+        here, there = torch.ones(3, dtype=torch.float64), torch.ones(3, device="cuda")
+        made = [here.type_as(there), there.new_tensor([1.0]), there.new_tensor(here), there.new([1.0]), there.new(2)]
+        assert all(one.is_cuda for one in (*made, here.type("torch.cuda.FloatTensor"), there.type(torch.float16)))
+        made = [there.type_as(here), here.new_tensor(there), there.new_tensor([1.0], device="cpu"), here.new([1.0])]
+        assert not any(one.is_cuda for one in (*made, there.type("torch.FloatTensor")))
+        assert (there.type(), here.type_as(there).dtype) == ("torch.cuda.FloatTensor", torch.float32)
+        assert {here.to("meta").device, there.to("meta").device} == {torch.device("meta")}
+        picture = torch.ones(2, 3, 4, 4).to("cuda", memory_format=torch.channels_last)
+        assert picture.is_contiguous(memory_format=torch.channels_last)
+        torch.set_default_device("cuda")
+        try:
+            assert all(one.is_cuda for one in (torch.tensor([1.0]), torch.ones(1), torch.as_tensor([1])))
+            assert not torch.tensor([1.0], device="cpu").is_cuda
+        finally:
+            torch.set_default_device(None)
+        packed = torch.nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 4, device="cuda"), torch.tensor([3, 2]))
+        assert (packed.data.is_cuda, packed.batch_sizes.is_cuda) == (True, False)
+        out, _ = torch.nn.LSTM(4, 4).cuda()(packed)
+        padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(out)
+        assert (padded.is_cuda, lengths.is_cuda) == (True, False)
+        assert there.numpy(force=True).tolist() == [1.0] * 3
+    assert report.hazards == []
+    assert report.not_covered == []
+
+
+def test_what_stands_around_streams_works() -> None:
+    with watch() as report:
+        generator = torch.Generator(device="cuda")
+        assert isinstance(generator, torch.Generator)
+        assert isinstance(torch.default_generator, torch.Generator)
+        assert (generator.device, torch.Generator().device) == (torch.device("cuda", 0), torch.device("cpu"))
+        assert torch.randn(2, device="cuda", generator=generator).is_cuda
+        with torch.random.fork_rng():
+            first = torch.randn(2, device="cuda")
+        assert torch.equal(torch.randn(2), first.cpu())
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+        with torch.cuda.nvtx.range("a"):
+            torch.cuda.Event(True, False, False).record()  # type: ignore[no-untyped-call]
+        torch.cuda.reset_peak_memory_stats(device=0)
+        assert torch.cuda.max_memory_allocated(device="cuda") == torch.cuda.memory.memory_allocated(0) > 0
+        assert "PyTorch CUDA memory summary" in torch.cuda.memory_summary()
+        assert torch.get_device_module() is torch.cuda
+        leaf = torch.ones(2, device="cuda", requires_grad=True)
+        edge = torch.autograd.graph.get_gradient_edge(leaf * 2)
+        torch.autograd.backward((edge,), (torch.ones(2, device="cuda"),))
+        assert leaf.grad is not None
+    assert torch.Generator is torch._C.Generator
+    assert report.hazards == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.func.vmap(lambda row: row * 2)(x)",
+        "torch.func.grad(lambda all: (all * all).sum())(x)",
+        "torch.func.jvp(lambda all: all * 2, (x,), (x,))",
+        "x.to_sparse_csr()",
+        "torch.nested.nested_tensor([x, x]) * 2",
+        "torch.nested.nested_tensor([x, x], layout=torch.jagged) * 2",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:`torch.jit.script`", "ignore:Sparse CSR")
+def test_transforms_and_nested_tensors_are_watched(line: str, tmp_path: Path) -> None:
+    lines = ["side, x = torch.cuda.Stream(), torch.ones(4, 4, device='cuda')", "torch.cuda.synchronize()"]
+    lines += ["with torch.cuda.stream(side):", "    x.mul_(2)", line]
+    report = _ran("transform", lines, tmp_path / "program.py")
+    assert {(hazard.kind, hazard.points) for hazard in report.hazards} == {("race", ("program.py:5", "program.py:6"))}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_transfers_that_are_not_modelled_raise() -> None:
+    for line in ("torch.func.vmap(lambda row: row.cpu())(x)", "x.to_sparse_csr().cpu()"):
+        lines = ["x = torch.ones(4, 4, device='cuda')", line]
+        with watch() as report, pytest.raises(UnsupportedError, match="a transfer"):
+            exec(compile("\n".join(lines), "program.py", "exec"), {"torch": torch})
+        assert "bypass" in {gap.kind for gap in report.not_covered}
 
 
 def test_pageable_memory_is_named() -> None:

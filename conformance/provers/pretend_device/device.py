@@ -33,6 +33,7 @@ class PretendDevice:
             backend().launchers.update(launchers_of(Path(sources)))
 
     def __enter__(self) -> PretendDevice:
+        backend().be_importable()
         backend().watchers.append(self.record)
         return self
 

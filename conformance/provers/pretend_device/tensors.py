@@ -8,9 +8,11 @@ The backend is the process's, as torch has one at most; ``watchers`` are told wh
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -479,7 +481,8 @@ class Backend:
 
     def __init__(self) -> None:
         register_guard()
-        _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+        self._module = _Module()
+        _setup_privateuseone_for_python_backend(NAME, backend_module=self._module)
         self.device = torch.device(NAME, 0)
         self.watchers: list[Any] = []
         self.launchers: dict[str, Launcher] = {}
@@ -490,6 +493,10 @@ class Backend:
         # ``torch.tensor`` copies below the key that subclasses are found by.
         copy = torch.ops.aten.copy_.default
         self._libraries[1].impl("copy_", lambda *args, **kwargs: carry_out(copy, args, kwargs), "PrivateUse1")
+
+    def be_importable(self) -> None:
+        """Torch imports the module by name; who restores ``sys.modules``, as pytest's own tests do, takes it away."""
+        sys.modules.setdefault(f"torch.{NAME}", cast("ModuleType", self._module))
 
     def pinned_empty(self, size_bytes: int) -> torch.Tensor:
         """Host memory that counts as pinned as long as it lives, uint8."""

@@ -115,7 +115,11 @@ class Memories(Tracker):
 
     def memory_of(self, tensor: torch.Tensor, *, stream: str, on_host: bool = True) -> Memory:
         """What is known of a tensor's storage; a new one lies on the host unless said otherwise."""
-        return super().memory_of(tensor, stream=stream, on_host=on_host)
+        return super().memory_of(_unwrapped(tensor), stream=stream, on_host=on_host)
+
+    def knows(self, tensor: torch.Tensor) -> Memory | None:
+        """What is known of a tensor's storage, if it was seen."""
+        return super().knows(_unwrapped(tensor))
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether the storage lies on the device."""
@@ -159,6 +163,11 @@ class Memories(Tracker):
                 self._foreign.add(tensor.untyped_storage()._cdata)
         return Use(stream, tick, writes, start, end, str(what), what, sizes, strides, item)
 
+    def read_bytes(self, memory: Memory, size_bytes: int, *, stream: str, site: Site) -> None:
+        """Note that ``stream`` reads the first bytes of a storage."""
+        tick = self.clocks.advance(stream)
+        self.note(memory, Use(stream, tick, False, 0, size_bytes, str(site), site, (size_bytes,), (1,), 1))
+
     def access_bytes(self, memory: Memory, *, stream: str, site: Site) -> None:
         """Note that the whole storage begins anew on ``stream``."""
         tick = self.clocks.advance(stream)
@@ -177,7 +186,10 @@ class Memories(Tracker):
             super().given_back(memory)
 
     def judge_all_gone(self) -> None:
-        """The program is over: what nobody has taken yet is judged as if somebody did."""
+        """The program is over: what nobody has taken yet is judged as if somebody did.
+
+        What went away after the last operator is not: a script's own variables are gone by now, and harm nobody.
+        """
         for stream in list(self._gone):
             self.judge_gone(stream)
 
@@ -222,3 +234,10 @@ class Memories(Tracker):
     def alive(self) -> Iterator[Memory]:
         """Every storage that is alive."""
         return (memory for memory in self.memories() if not memory.weak.expired())
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor within those that ``torch.func`` hands to a function; they have no storage."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -14,9 +14,11 @@ import torch.autograd
 import torch.cuda
 from torch.overrides import _get_current_function_mode_stack
 
+from conformance.provers.race.around import around
 from conformance.provers.race.collectives import collectives
 from conformance.provers.race.functions import FunctionsMode
 from conformance.provers.race.points import site_here
+from conformance.provers.race.storages import replaced
 from conformance.provers.race.streams import api_of
 from conformance.provers.race.watcher import DEVICE, OpsMode, Watcher
 from twinproof.errors import UnsupportedError
@@ -60,9 +62,6 @@ def in_place(watcher: Watcher) -> Iterator[None]:
 
         for name, value in api.cuda.items():
             put(torch.cuda, name, value)
-            put(torch.cuda.memory, name, value)
-        for name, value in api.nvtx.items():
-            put(torch.cuda.nvtx, name, value)
         for name, value in api.accelerator.items():
             put(torch.accelerator, name, value)
         for place in (torch, torch.cuda.streams):
@@ -74,7 +73,8 @@ def in_place(watcher: Watcher) -> Iterator[None]:
         put(torch.amp.autocast_mode.autocast, "__init__", _autocast(torch.amp.autocast_mode.autocast.__init__))
         hooks = torch.autograd.graph.saved_tensors_hooks
         put(hooks, "__init__", _saved_tensors_hooks(watcher, hooks.__init__))
-        put(torch.UntypedStorage, "resize_", _resize(watcher))
+        for place, name, value in (*replaced(watcher), *around(api.cuda)):
+            put(place, name, value)
         # Its arguments are parsed before a mode is asked.
         put(torch.Tensor, "record_stream", _record_stream(watcher))
         put(threading.Thread, "start", _start(watcher))
@@ -153,16 +153,6 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
         original(context, device_type, dtype, *args, **options)
 
     return start
-
-
-def _resize(watcher: Watcher) -> Callable[..., Any]:
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-        watcher.resized(storage, size_bytes)
-        return original(storage, size_bytes)
-
-    return resize_
 
 
 def _record_stream(watcher: Watcher) -> Callable[..., None]:

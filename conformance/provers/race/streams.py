@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -193,6 +194,13 @@ class Device:
         """Nothing to restore."""
 
 
+class DeviceOf(Device):
+    """Stands for ``torch.cuda.device_of``: the device of a tensor or of a storage."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__()
+
+
 def _event_of(stream: Stream) -> Event:
     kind: type[Event] = stream.event_class  # type: ignore[attr-defined]
     return kind()
@@ -233,10 +241,11 @@ def api_of(watcher: Watcher) -> SimpleNamespace:
         return memories.peak_bytes
 
     def reset_peak(*_: Any, **__: Any) -> None:
-        memories.peak_bytes = memories.live_bytes
+        memories.peak_bytes = allocated()
 
-    def set_state(state: torch.Tensor) -> None:
-        torch.set_rng_state(state)
+    def statistics(*_: Any, **__: Any) -> dict[str, int]:
+        known = {"allocated_bytes.all.current": allocated(), "allocated_bytes.all.peak": memories.peak_bytes}
+        return defaultdict(int, {"num_ooms": 0, "num_alloc_retries": 0, **known})
 
     def sleep(cycles: int) -> None:
         name = engine.current()
@@ -257,10 +266,8 @@ def api_of(watcher: Watcher) -> SimpleNamespace:
         "Stream": stream, "Event": event, "stream": on, "StreamContext": on, "current_stream": current_stream,
         "default_stream": default_stream, "set_stream": set_stream, "synchronize": synchronize,
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
-        "current_device": lambda: 0, "set_device": nothing, "device": Device, "init": nothing,
-        "device_of": lambda _: Device(), "_lazy_init": nothing, "_lazy_call": lambda call, **_: None,
-        "empty_cache": nothing, "ipc_collect": nothing, "_record_memory_history": nothing,
-        "reset_max_memory_allocated": reset_peak,
+        "current_device": lambda: 0, "set_device": nothing, "device": Device, "device_of": DeviceOf, "init": nothing,
+        "_lazy_init": nothing, "_lazy_call": lambda call, **_: None, "empty_cache": nothing, "ipc_collect": nothing,
         "get_device_name": lambda *_, **__: "race prover", "get_device_capability": lambda *_, **__: (9, 0),
         "get_device_properties": lambda *_, **__: SimpleNamespace(
             name="race prover", major=9, minor=0, total_memory=_TOTAL_BYTES, multi_processor_count=132, warp_size=32
@@ -268,11 +275,9 @@ def api_of(watcher: Watcher) -> SimpleNamespace:
         "is_bf16_supported": lambda *_, **__: True, "memory_allocated": allocated, "max_memory_allocated": peak,
         "memory_reserved": allocated, "max_memory_reserved": peak, "reset_peak_memory_stats": reset_peak,
         "mem_get_info": lambda *_, **__: (_TOTAL_BYTES - allocated(), _TOTAL_BYTES),
-        "memory_stats": lambda *_, **__: {}, "manual_seed": nothing, "manual_seed_all": nothing, "_sleep": sleep,
-        # Numbers of the device come from the host's generator.
-        "get_rng_state": lambda *_, **__: torch.get_rng_state(), "initial_seed": lambda: torch.initial_seed(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()], "set_rng_state": lambda state, *_, **__: set_state(state),
-        "set_rng_state_all": lambda states: set_state(states[0]), "seed": nothing, "seed_all": nothing,
+        "memory_stats": statistics, "reset_max_memory_allocated": reset_peak,
+        "reset_accumulated_memory_stats": nothing, "set_per_process_memory_fraction": nothing,
+        "manual_seed": nothing, "manual_seed_all": nothing, "_sleep": sleep,
         "is_current_stream_capturing": lambda: False, "get_arch_list": lambda: ["sm_90"],
         **{name: refuse(f"torch.cuda.{name}") for name in (
             "CUDAGraph", "graph", "make_graphed_callables", "ExternalStream", "caching_allocator_alloc", "MemPool",
@@ -286,5 +291,4 @@ def api_of(watcher: Watcher) -> SimpleNamespace:
         "empty_cache": nothing, "memory_allocated": allocated, "max_memory_allocated": peak,
         "memory_reserved": allocated, "max_memory_reserved": peak, "reset_peak_memory_stats": reset_peak,
     }  # fmt: skip
-    nvtx = dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), nothing)
-    return SimpleNamespace(cuda=cuda, accelerator=accelerator, nvtx=nvtx, stream=stream, event=event)
+    return SimpleNamespace(cuda=cuda, accelerator=accelerator, stream=stream, event=event)

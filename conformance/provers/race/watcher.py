@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conformance.provers.race.copies import uses_host_temporary
 from conformance.provers.race.engine import RaceEngine
 from conformance.provers.race.memory import Memories
 from conformance.provers.race.points import Point, Site, site_here
 from conformance.provers.race.trace import LINK_BYTES_PER_S, LINK_S, Trace, op_seconds
+from conformance.provers.race.waits import host_operands, host_results, host_wait
 from conformance.provers.virtual_device.clocks import HOST
-from conformance.provers.virtual_device.device import ALLOCATIONS, HOST_VALUE_OPS, is_view, operands_of, tensors_in
+from conformance.provers.virtual_device.device import ALLOCATIONS, is_view, operands_of, tensors_in
 from twinproof.errors import UnsupportedError
 
 __all__ = ["DEVICE", "Gap", "OpsMode", "Watcher", "is_device"]
@@ -25,8 +27,6 @@ DEVICE = "cuda"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What touches no values.
 _NO_WORK = {"aten::set_", "aten::resize_", "aten::_unsafe_view", "aten::lift_fresh", "aten::is_pinned"}
-# An index on the host is copied to the device by the operator itself, which waits for it.
-_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 
 
 class Gap:
@@ -125,20 +125,47 @@ class Watcher:
         if name in ("aten::copy_", "aten::_foreach_copy_"):
             return self._copy_op(func, args, options, to_device)
         result = func(*args, **options)
+        if name.startswith("aten::resize") or func._schema.overload_name.endswith("out"):
+            for one in writes:
+                self.resized(one.untyped_storage(), one.untyped_storage().nbytes(), op=name.removeprefix("aten::"))
         if is_view(func) or name in _NO_WORK:
             return result
         made = [one for one in tensors_in(result) if one.device.type == "cpu" and self.memories.knows(one) is None]
-        site = self.site(name)
+        site, here = self.site(name), {id(one) for one in host_results(name, result)}
         for one in made:
-            memory = self.memories.memory_of(one, stream=stream, on_host=not to_device)
+            memory = self.memories.memory_of(one, stream=stream, on_host=not to_device or id(one) in here)
             memory.made_at, memory.is_pinned = str(site), pins and not to_device
         if not operands and not made:
             return result
         if to_device if not operands else any(known.values()):
-            self._device_op(func, name, site, stream, reads, [*writes, *made])
+            self._waiting_op(func, args, options, site, stream, reads, [*writes, *made], here)
         else:
             self._host_op(site, reads, [*writes, *made])
         return result
+
+    def _waiting_op(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        site: Site,
+        stream: str,
+        reads: Sequence[torch.Tensor],
+        writes: list[torch.Tensor],
+        here: set[int],
+    ) -> None:
+        name, knows = func._schema.name, self.memories.knows
+        before, decides = host_wait(
+            func, args, options, is_on_device=self.memories.is_on_device, is_known=lambda one: knows(one) is not None
+        )
+        if before:
+            self.engine.synchronize_stream(stream)
+        free = here | {id(one) for one in host_operands(name, args, options)}
+        self._device_op(name, site, stream, reads, writes, free)
+        if decides and not before:
+            self.engine.synchronize_stream(stream)
+        if decides:
+            self.gap("value", name.removeprefix("aten::"), "the host waits for values of the device")
 
     def site(self, op: str) -> Site:
         """The program point of an operator; of a backward one, with its forward."""
@@ -159,29 +186,30 @@ class Watcher:
                 self.memories.access(tensor, memory, stream=HOST, tick=tick, writes=is_write, what=site)  # type: ignore[arg-type]
 
     def _device_op(
-        self, func: Any, name: str, site: Site, stream: str, reads: Sequence[torch.Tensor], writes: list[torch.Tensor]
+        self,
+        name: str,
+        site: Site,
+        stream: str,
+        reads: Sequence[torch.Tensor],
+        writes: list[torch.Tensor],
+        free: set[int],
     ) -> None:
-        waits = name in HOST_VALUE_OPS or torch.Tag.data_dependent_output in func.tags
-        waits = waits or torch.Tag.dynamic_output_shape in func.tags
         self.memories.judge_gone(stream)
         tick = self.memories.clocks.advance(stream)
         for side, is_write in ((reads, False), (writes, True)):
             for tensor in side:
-                self._operand(tensor, name, site, stream, tick, is_write)
+                self._operand(tensor, site, stream, tick, is_write, may_be_host=id(tensor) in free)
         if name not in ALLOCATIONS:
             self.launch_count += 1
             self.engine.add_op(stream, tick, site, op_seconds(name, sum(one.nbytes for one in (*reads, *writes))))
-        if waits:
-            self.engine.synchronize_stream(stream)
-            self.gap("value", name.removeprefix("aten::"), "the host waits for values of the device")
 
-    def _operand(self, tensor: torch.Tensor, name: str, site: Site, stream: str, tick: int, is_write: bool) -> None:
+    def _operand(
+        self, tensor: torch.Tensor, site: Site, stream: str, tick: int, is_write: bool, *, may_be_host: bool
+    ) -> None:
         memory = self.memories.memory_of(tensor, stream=stream)
         actor = stream
         if memory.on_host and tensor.numel():
-            if name in _INDEXING:
-                self.engine.synchronize_stream(stream)
-            elif tensor.dim() > 0:
+            if tensor.dim() > 0 and not may_be_host:
                 self.gap("place", site.op, f"an operand of shape {tuple(tensor.shape)} in host memory")
             # By value, at the time of the call.
             actor, tick = HOST, self.memories.clocks.advance(HOST)
@@ -209,8 +237,8 @@ class Watcher:
             return
         crosses = to.on_host != of.on_host
         host_side = target if to.on_host else source
-        # Other layouts go through a copy that the host makes at once; pinned or not, the caller's memory is free then.
-        at_once = crosses and not host_side.is_contiguous()
+        # Pinned or not, the caller's memory is free when the call is over.
+        at_once = crosses and uses_host_temporary(target, source, from_host=of.on_host, non_blocking=non_blocking)
         self.memories.judge_gone(stream)
         tick = self.memories.clocks.advance(stream)
         if at_once and to.on_host:
@@ -243,15 +271,22 @@ class Watcher:
         memory.made_at = memory.made_at or str(site)
         self._one(tensor, stream, self.memories.clocks.advance(stream), site, writes=True)
 
-    def host_reads(self, tensor: torch.Tensor, what: str) -> None:
-        """The host looks at values: of device memory after waiting for the current stream, of its own at once."""
+    def host_reads(self, tensor: torch.Tensor, what: str, *, decides: bool = True) -> None:
+        """The host looks at values: of device memory after waiting for the current stream, of its own at once.
+
+        Args:
+            tensor: whose values.
+            what: the call.
+            decides: whether the program may go another way for them.
+        """
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return
         memory = self.memories.memory_of(tensor, stream=HOST)
         if not memory.on_host:
             self._one(tensor, *self._begun(), self.site(what), writes=False)
             self.engine.synchronize_stream(self.engine.current())
-            self.gap("value", what, "the host waits for values of the device")
+            if decides:
+                self.gap("value", what, "the host waits for values of the device")
             return
         self._one(tensor, HOST, self.memories.clocks.advance(HOST), self.site(what), writes=False)
 
@@ -259,20 +294,24 @@ class Watcher:
         stream = self.engine.current()
         return stream, self.memories.clocks.advance(stream)
 
-    def resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """A storage is given another size: its block goes back, and another may take its place."""
+    def resized(self, storage: torch.UntypedStorage, size_bytes: int, *, op: str = "storage.resize_") -> None:
+        """A storage is given another size: its block goes back, and another takes its place, with its bytes.
+
+        The current stream copies them (``resize_bytes_cuda``, aten/src/ATen/native/cuda/Resize.cpp).
+        """
         memory = self.memories.of_storage(storage)
         if memory is None or memory.on_host or memory.size_bytes == size_bytes:
             return
-        former = replace(memory, gone_at=self.site("storage.resize_"))
-        self.memories.given_back(former)
-        stream = self.engine.current()
+        stream, site = self.engine.current(), self.site(op)
+        self.memories.judge_gone(stream)
+        if size_bytes:
+            self.memories.read_bytes(memory, min(size_bytes, memory.size_bytes), stream=stream, site=site)
+        self.memories.given_back(replace(memory, gone_at=site))
         self.memories.live_bytes += size_bytes - memory.size_bytes
         memory.size_bytes, memory.home = size_bytes, stream
         memory.accesses, memory.last, memory.kept_for = [], {}, set()
         if size_bytes:
-            self.memories.judge_gone(stream)
-            self.memories.access_bytes(memory, stream=stream, site=self.site("storage.resize_"))
+            self.memories.access_bytes(memory, stream=stream, site=site)
 
     @contextmanager
     def calling(self, ambient: bool, explicit: bool | None) -> Iterator[None]:

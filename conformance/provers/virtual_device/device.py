@@ -34,6 +34,9 @@ ALLOCATIONS = {
 }  # fmt: skip
 # A scalar made without a device, or on "cpu" in so many letters, lies on the host: an optimizer's step count.
 _FACTORIES = {"tensor", "scalar_tensor", "as_tensor", "zeros", "ones", "full", "empty"}
+# By their schema they write gradients; the kernels do so only to unscale them ("kGradIdx || grad_scale_ptr" in
+# aten/src/ATen/native/cuda/fused_adam_utils.cuh).
+_FUSED = {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"}
 # What may have operands in both places.
 _TRANSFERS = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
 
@@ -236,10 +239,13 @@ _COLLECTIVE_OUTPUTS = ("output", "output_tensor", "output_tensors", "tensors")
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in an argument or a result, lists and dictionaries included."""
     if isinstance(value, torch.Tensor):
-        # A sparse tensor is two dense ones; other layouts have no storage that could be watched.
+        # Sparse and nested tensors are of dense ones; other layouts have no storage that could be watched.
         if value.layout is torch.sparse_coo:
             yield from (value._indices(), value._values())
-        elif value.layout is torch.strided:
+        elif value.layout is not torch.strided or value.is_nested:
+            # Their parts are views, which autograd need not know of.
+            yield from _parts_of(value.detach())
+        else:
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -247,6 +253,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def _parts_of(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors of a nested or compressed one."""
+    if value.is_nested:
+        # One of strided layout has no sizes; its values lie in a row.
+        return (value.values(),) if value.layout is torch.strided else (value.values(), value.offsets())  # type: ignore[attr-defined]
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return value.crow_indices(), value.col_indices(), value.values()
+    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return value.ccol_indices(), value.row_indices(), value.values()
+    return ()
 
 
 def operands_of(
@@ -257,6 +275,8 @@ def operands_of(
     writes: list[torch.Tensor] = []
     for position, (name, is_written) in enumerate(_arguments(func)):
         value = args[position] if position < len(args) else kwargs.get(name)
+        if name == "grads" and func._schema.name in _FUSED:
+            is_written = kwargs.get("grad_scale") is not None
         (writes if is_written else reads).extend(tensors_in(value))
     return reads, writes
 

@@ -198,15 +198,19 @@ class Tracker:
 
     def access(self, tensor: torch.Tensor, memory: Memory, *, stream: str, tick: int, writes: bool, what: str) -> None:
         """Note that op ``tick`` of ``stream`` uses the tensor's bytes."""
-        new, clock = self.access_of(tensor, stream=stream, tick=tick, writes=writes, what=what), self.clocks[stream]
+        self.note(memory, self.access_of(tensor, stream=stream, tick=tick, writes=writes, what=what))
+
+    def note(self, memory: Memory, new: Access) -> None:
+        """Note a use of a storage, and compare it with those that came before."""
+        clock = self.clocks[new.stream]
         if new.start == new.end:
             return
         for old in memory.accesses:
-            if old.stream != stream and (old.writes or writes) and old.overlaps(new):
+            if old.stream != new.stream and (old.writes or new.writes) and old.overlaps(new):
                 self.check(memory, old, new, clock)
         memory.accesses = [old for old in memory.accesses if not _outdated(old, new, clock)]
         memory.accesses.append(new)
-        memory.last[stream] = new
+        memory.last[new.stream] = new
 
     def check(self, memory: Memory, old: Access, new: Access, clock: Clock) -> None:
         """Report two accesses that conflict, unless the later stream knows the earlier access to be over."""
