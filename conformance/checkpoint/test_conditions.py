@@ -352,7 +352,7 @@ class _Asking(DefaultLoadPlanner):
 )
 def test_plans_of_loads(checkpoint: Any, tmp_path: Path) -> None:
     values = {"w.weight": torch.ones(4, 2).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1)}
-    checkpoint.save_file(values, tmp_path / "ck.safetensors")
+    checkpoint.save_file({**values, "vector": torch.ones(4)}, tmp_path / "ck.safetensors")
     meta = torch.empty(4, 2, device="meta")
     flat = {"lengths": torch.Size([4]), "storage_offsets": torch.Size([0]), "dest_offsets": torch.Size([0])}
     cases: dict[str, tuple[_Asking, type[TwinproofError], str]] = {
@@ -369,6 +369,11 @@ def test_plans_of_loads(checkpoint: Any, tmp_path: Path) -> None:
             planner = _Asking(storage_index=MetadataIndex("w.weight"))
             load_with(_reader(checkpoint, tmp_path, is_quantized), {"w.weight": target}, planner)
         assert_same_tensor(target, torch.ones(4, 2), where=f"no offset, quantized {is_quantized}")
+        matrix = {name: torch.Size([2, 1] if name == "lengths" else [0, 0]) for name in flat}
+        vector = MetadataIndex("vector", torch.Size([0]))
+        with raises(PlanError, mentions=("beyond the chunk", "vector"), where=f"a matrix of a vector, {is_quantized}"):
+            planner = _Asking(torch.zeros(2, 1), storage_index=vector, **matrix)
+            load_with(_reader(checkpoint, tmp_path, is_quantized), {"vector": torch.zeros(4)}, planner)
         with raises(TwinproofError, mentions=("not in the checkpoint", "x"), where=f"no tensor, {is_quantized}"):
             planner = _Asking(storage_index=MetadataIndex("x"))
             load_with(_reader(checkpoint, tmp_path, is_quantized), {"w.weight": target}, planner)

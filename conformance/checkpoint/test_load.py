@@ -426,6 +426,9 @@ def test_shared_places(checkpoint: Any, tmp_path: Path) -> None:
                 targets = {"ok": other, "w": memory.as_strided(shape, strides)}
                 load(checkpoint, targets, tmp_path / "ck", cast=cast)
         assert_equal(float(memory.sum() + other.sum()), 0.0, where=f"{where}: targets of a refused load")
+    save(checkpoint, {"w": torch.arange(2.0)}, tmp_path / "two")
+    with raises(UnsupportedError, mentions=["where: w", "several values"], where="two values in one place"):
+        load(checkpoint, {"w": torch.zeros(1).expand(2)}, tmp_path / "two")
     quantized = {"w.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1)}
     save(checkpoint, quantized, tmp_path / "fp8")
     with raises(UnsupportedError, mentions=["where: w.weight", "several values"], where="quantized"):

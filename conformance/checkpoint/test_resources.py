@@ -328,14 +328,25 @@ def test_write_calls(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
 
 
 class _Clock:
-    """A clock for ``time.perf_counter``: each look at it is three times as late as the one before."""
+    """A clock for ``time.perf_counter``: each look at it is three times as late as the one before.
+
+    No sum of two of its times is a difference of two.
+    """
 
     def __init__(self) -> None:
-        self.now_s = 2.0**-40
+        self.times = [2.0**-40]
+
+    @property
+    def now_s(self) -> float:
+        return self.times[-1]
 
     def __call__(self) -> float:
-        self.now_s *= 3
+        self.times.append(3 * self.now_s)
         return self.now_s
+
+    def is_between_two(self, seconds: float) -> bool:
+        """Whether so many seconds lie between two looks."""
+        return any(later - seconds in self.times for later in self.times if later > seconds)
 
 
 def _seconds(stats: Any) -> dict[str, float]:
@@ -356,10 +367,12 @@ def test_figures(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     with mock.patch("time.perf_counter", _Clock()) as clock:
         stats = save(checkpoint, state, tmp_path / "ck", thread_count=1).stats
         _assert_phases(_seconds(stats), begun_s, clock.now_s, {"plan_s", "write_s", "fsync_s", "publish_s"})
+        assert_equal(clock.is_between_two(stats.plan_s), True, where=f"seconds of the plan: {stats.plan_s}")
         begun_s = clock.now_s
         targets = {name: zeros_like(value) for name, value in state.items()}
         read = load(checkpoint, targets, tmp_path / "ck", thread_count=1).stats
         _assert_phases(_seconds(read), begun_s, clock.now_s, {"plan_s", "read_s"})
+        assert_equal(clock.is_between_two(read.plan_s), True, where=f"seconds of the plan: {read.plan_s}")
     size = (tmp_path / "ck" / FILE).stat().st_size
     assert_equal((stats.written_bytes, stats.write_count, stats.sent_bytes), (size, 1, 0), where="of a save")
     values_bytes = sum(value.numel() * 4 for value in state.values())

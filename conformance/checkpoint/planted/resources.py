@@ -109,6 +109,16 @@ last_message_alone_counted = patched(
     kills="CKPT-507",
 )
 
+plans_that_take_for_ever = patched(
+    "The seconds of a plan are the time at which it ended.",
+    mutated(
+        "fastimpl.checkpoint.writer:PlannedWrites.prepare",
+        "time.perf_counter() - job.begun_s",
+        "time.perf_counter() + job.begun_s",
+    ),
+    kills="CKPT-507",
+)
+
 forgotten_inputs_stay_open = patched(
     "An input that is forgotten for another one is not closed.",
     mutated(
