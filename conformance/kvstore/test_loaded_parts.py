@@ -264,3 +264,36 @@ def test_deltas_of_parts(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
         found = rank_pool.run(_delta_of_ranks, 2, str(tmp_path / f"{number}"), parts, timeout_s=60)
         told = f"ConfigError {lacks} of {kvstore.Buckets(TOTAL)}, weights_only=False, since, t" if lacks else "none"
         assert_equal(found, [(told, "DeltaBaseError")] * 2, where=f"{parts}: by rank")
+
+
+@requirement(
+    "KV-453",
+    "A table that full loads of one save have filled, each with other buckets, MUST be the base of its deltas as one "
+    "that a single load has filled, unless rows of anything else are there or were written between.",
+)
+def test_filled_piece_by_piece(kvstore: Any, tmp_path: Path) -> None:
+    saved(kvstore, tmp_path)
+    for number, pieces in enumerate(([(0, 2), (2, 4)], [(3, 4), (1, 3), (0, 1)], [(0, 4), (2, 2)])):
+        for between in (None, "loads", "writes"):
+            store, where = empty(kvstore, track_changes=True), f"{pieces}, {between} between"
+            for begin, end in pieces:
+                kvstore.load(store, tmp_path / "0", owned=(begin, end))
+                if between == "writes" and (begin, end) == pieces[0]:
+                    store.set("t", ids_of([1000]), weights_of(store, 1, 5))
+            if between == "loads":
+                kvstore.load(store, tmp_path / "0", owned=pieces[0])
+            mark, path = store.mark(), tmp_path / f"{number} {between}"
+            store.set("t", ids_of([5]), weights_of(store, 1, 9))
+            store.delete("t", ids_of([6]))
+            with succeeds("a delta", where=where):
+                save(kvstore, store, path, since=mark)
+            for base in (None, tmp_path / "0"):
+                target = empty(kvstore)
+                if base is not None:
+                    kvstore.load(target, base)
+                called = _said(partial(kvstore.load, target, path))
+                # What was written between has no name, and such a delta loads anywhere.
+                named = base is None and between is None
+                assert_equal(called, "DeltaBaseError" if named else "none", where=f"{where}: on {base}")
+                if base is not None and between is None:
+                    assert_contents(target, contents(store), where=where)

@@ -457,16 +457,22 @@ def note_load(
     names: tuple[str, ...],
     counts: dict[str, int],
     mark: int,
+    sizes: Mapping[str, int],
     parts: Mapping[str, LoadedPart | None],
     weights_only: bool,
 ) -> None:
-    """Remember what was loaded; and where a table now is just that, that its deltas may be based on it."""
+    """Remember what was loaded; and where a table now is just that, that its deltas may be based on it.
+
+    ``mark`` and ``sizes``, the rows of each table, are those of before the load; ``counts`` are the rows that it wrote.
+    """
     for table in names:
         name = saved.fingerprints.get(table)
         store.fingerprints.set_loaded(table, name, parts[table])
         whole = saved.layouts[table] == store.layout(table) and not weights_only
         if saved.kind == "full":
-            whole = whole and counts[table] == store.size(table)
+            # Of several loads of one save, each of other rows, all rows are its own.
+            kept = sizes[table] if name in store.fingerprints.at(mark, table) else 0
+            whole = whole and kept + counts[table] == store.size(table)
         else:
             whole = whole and bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))
         if name is not None and whole:

@@ -600,7 +600,7 @@ class StoreFiles:
         with ExitStack() as opened:
             waiting, listed = job.read(opened)
             saved.catalog.check_unchanged()
-            checked, mark = time.perf_counter(), store.mark()
+            checked, mark, sizes = time.perf_counter(), store.mark(), {table: store.size(table) for table in names}
             parts = {table: part_after(store, saved.content, table, asked[table]) for table in names}
             for table in names:
                 store.fingerprints.set_loaded(table, None)
@@ -608,7 +608,7 @@ class StoreFiles:
             deleted = {table: store.delete(table, ids) if ids.numel() else 0 for table, ids in gone.items()}
             counts = {table: job.write(table, waiting.get(table), listed.get(table)) for table in names}
             saved.catalog.check_unchanged()
-            note_load(store, saved.content, names, counts, mark, parts, weights_only)
+            note_load(store, saved.content, names, counts, mark, sizes, parts, weights_only)
             for table in names if not weights_only else ():
                 store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
         return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
