@@ -55,6 +55,11 @@ def test_what_comes_behind_the_last_line_is_judged(name: str, tmp_path: Path) ->
     assert {*threading.enumerate()} <= threads
 
 
+def test_an_object_that_has_every_attribute_is_registered_as_torchs_are(tmp_path: Path) -> None:
+    lines = ["found = mock.MagicMock()", "atexit.register(found)", "atexit.unregister(found)"]
+    assert run_script(_script(tmp_path / "script.py", "atexit; from unittest import mock", *lines)).failure is None
+
+
 def test_what_is_registered_no_more_is_not_called(tmp_path: Path) -> None:
     lines = ["atexit.register(work)", "atexit.unregister(work)", "x.mul_(2)"]
     report = run_script(_script(tmp_path / "script.py", "atexit", *lines))

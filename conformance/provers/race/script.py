@@ -132,7 +132,7 @@ def _said(error: BaseException) -> str:
 
 
 def _is_of_program(function: Any) -> bool:
-    while hasattr(function, "func"):
+    while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return code is not None and is_program(code.co_filename)
