@@ -92,10 +92,11 @@ def _in_a_child(ask: Callable[[], str]) -> str:
     return found or "no end"
 
 
-def _answers(kvstore: Any, store: Any, round_: Any) -> str:
-    """Whether rows are those of whole calls, and that every kind of verb answers."""
+def _answers(kvstore: Any, store: Any, round_: Any, before: Any) -> str:
+    """Whether rows are those of whole calls, and that every kind of verb answers, of a snapshot from before too."""
     mark = store.mark()
     whole = [
+        int(before.get("t", KEYS).count_nonzero()),
         store.get("t", KEYS).unique().numel(),
         store.metadata("u", KEYS).unique().numel(),
         store.get("u", KEYS).unique().numel(),
@@ -105,6 +106,7 @@ def _answers(kvstore: Any, store: Any, round_: Any) -> str:
     with store.snapshot() as taken:
         store.delete("t", KEYS[:3])
         sizes = [taken.size("t"), store.size("t"), store.changes("t", mark)[1].numel()]
+    before.close()
     round_.run()
     store.clear("u")
     store.set_rows("t", store.get_rows("t", KEYS[:9]))
@@ -116,15 +118,16 @@ def _answers(kvstore: Any, store: Any, round_: Any) -> str:
 @requirement(
     "KV-447",
     "In a process that is forked while other threads are inside a store, every verb of it MUST answer, in any thread, "
-    "and rows be those of whole calls alone; the parent's threads go on.",
+    "and rows be those of whole calls alone, those of an open snapshot as they were; the parent's threads go on.",
 )
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_forked_inside(kvstore: Any) -> None:
     store = _store(kvstore)
     round_ = store.start_eviction("t", policy=kvstore.EvictionPolicy.count(1), slice_rows=COUNT // 3)
-    with _busy(_inside(kvstore, store)):
+    with store.snapshot() as before, _busy(_inside(kvstore, store)):
         for number in range(6):
-            found = _in_a_child(lambda: _answers(kvstore, store, round_))
-            assert_equal(found, f"[1, 1, 1] [{COUNT}, {COUNT - 3}, 3] True", where=f"child {number}")
+            found = _in_a_child(lambda: _answers(kvstore, store, round_, before))
+            assert_equal(found, f"[0, 1, 1, 1] [{COUNT}, {COUNT - 3}, 3] True", where=f"child {number}")
+        assert_equal(int(before.get("t", KEYS).count_nonzero()), 0, where="the parent's snapshot")
     assert_equal(round_.run().processed_count, COUNT, where="a round of the parent")
     assert_equal(store.get("t", KEYS).unique().numel(), 1, where="rows of the parent")
