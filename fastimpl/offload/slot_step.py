@@ -15,7 +15,7 @@ import torch
 from fastimpl import ops
 from fastimpl.offload.positions import Places
 from twinproof.offload.driver import MovePlan
-from twinproof.offload.states import is_dense, local_of
+from twinproof.offload.states import is_dense, local_of, made_as
 
 __all__ = ["FUSED", "KINDS", "SlotUpdates", "hyper_of", "kind_of"]
 
@@ -88,14 +88,14 @@ def _why_not_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> s
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     # A derived class may change what torch does; one of a device that is written in Python says that it is none.
-    kind = type(tensor)
+    kind = made_as(tensor)
     return kind in _PLAIN or getattr(kind, "is_plain_memory", False) is True
 
 
 def _shards_of(tensor: Any) -> tuple[Any, ...] | None:
     """Of a DTensor: how its shards lie, its mesh first, to be compared; None for any other tensor."""
     # Most are plain, of which a step may ask thousands: an attribute that is not there takes ten times as long.
-    if type(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor"):
+    if made_as(tensor) in _PLAIN or not hasattr(tensor, "_local_tensor"):
         return None
     return tensor.device_mesh, tensor.placements, tensor.shape
 
@@ -111,7 +111,7 @@ def _why_not_param(param: torch.Tensor, grad: torch.Tensor, *, is_rounded: bool)
     if shards is not None:
         param, grad = local_of(param), local_of(grad)
     if not (_is_plain(param) and _is_plain(grad)):
-        return f"a parameter of class {type(param).__name__}, a gradient of class {type(grad).__name__}"
+        return f"a parameter of class {made_as(param).__name__}, a gradient of class {type(grad).__name__}"
     if param.dim() == 0 or param.dtype not in _DTYPES:
         return f"a parameter of {param.dtype} with {param.dim()} dimensions"
     if not is_rounded and grad.dtype != param.dtype:

@@ -202,6 +202,7 @@ class OptimizerStateOffloader:
         if master_weights is not None:
             # Of an offloader that was closed before, or of the user: all gradients at once in float32.
             master_weights.detach()
+            master_weights.drive(master_weights.pairs)
 
     def _without_keeps(self: _Self) -> _Self:
         """This offloader, of one state with it, as the optimizer holds it: without what keeps the optimizer."""

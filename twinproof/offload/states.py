@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +39,7 @@ __all__ = [
     "is_dense",
     "is_movable",
     "local_of",
+    "made_as",
     "make_bundle",
     "mesh_of",
     "rebind",
@@ -49,6 +51,7 @@ __all__ = [
 ALIGN_BYTES = 256
 _OWN = "the parameter"
 _NEVER = (-1, -1)  # No version that a tensor has.
+_OWN_GRAD: Any = torch.Tensor.grad
 MASTER = "master"  # The name of a parameter's own place, beside those of its states.
 
 
@@ -361,6 +364,105 @@ def _check_values(values: Any) -> list[torch.Tensor]:
     return found
 
 
+class _Master:
+    """What a master is beside its class of tensor: between steps its gradient is that of its parameter.
+
+    Whoever knows the optimizer's parameters alone, its ``zero_grad``, a ``GradScaler``, a framework that clips, then
+    acts on the model's gradients. In a step a master has one of its own, in float32.
+    """
+
+    master_of: MasterOf
+    # Whether steps of somebody give it gradients. Of the step that runs: the gradient it was made from, its version.
+    is_driven = False
+    given: tuple[torch.Tensor | None, int] | None = None
+
+    grad = property(
+        lambda self: _shown_grad(self), lambda self, value: _take_grad(self, value), lambda self: _take_grad(self, None)
+    )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _as_made(self) as master:
+            return copy.deepcopy(master, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _as_made(self) as master:
+            return master.__reduce_ex__(protocol)
+
+
+@functools.cache
+def _master_class(kind: Any) -> Any:
+    """Of a class of tensors, the one of masters: torch's optimizers treat both alike."""
+    found = type(kind)(f"Master{kind.__name__}", (_Master, kind), {"__module__": __name__})
+    # As torch does for DTensor: what is not listed there is stepped tensor by tensor.
+    alike: list[type] = getattr(importlib.import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
+    if kind in alike:
+        alike.append(found)
+    return found
+
+
+@contextmanager
+def _as_made(master: Any) -> Iterator[Any]:
+    """A master of the class that it was made with: a copy is of no model until masters are made of it."""
+    kind: Any = type(master)
+    master.__class__ = made_as(master)
+    try:
+        yield master
+    finally:
+        master.__class__ = kind
+
+
+def _bind(master: Any, param: torch.Tensor) -> None:
+    """Let a tensor be the master of a parameter."""
+    master.master_of, master.is_driven, master.given = MasterOf(param), False, None
+    kind: Any = type(master)
+    master.__class__ = _master_class(kind)
+
+
+def made_as(tensor: torch.Tensor) -> type:
+    """The class of a tensor; of a master the one that it was made with."""
+    kind = type(tensor)
+    return kind.__bases__[1] if issubclass(kind, _Master) else kind
+
+
+def _has_own(master: Any, param: Any) -> bool:
+    """In a step; one that failed is over once the parameter has another gradient than the step began with."""
+    if param is None or not master.is_driven:
+        return True
+    if master.given is None:
+        return False
+    grad, version = master.given
+    return param.grad is None or (param.grad is grad and grad._version == version)
+
+
+def _shown_grad(master: Any) -> Any:
+    param = master.master_of.param
+    return own_grad(master) if _has_own(master, param) else param.grad
+
+
+def _take_grad(master: Any, value: Any) -> None:
+    param = master.master_of.param
+    if value is None:
+        # In a step, too: the gradient that it was given is done with.
+        set_own_grad(master, None)
+        master.given = None
+        if param is not None and master.is_driven:
+            param.grad = None
+    elif _has_own(master, param):
+        set_own_grad(master, value)
+    else:
+        param.grad = value.to(param.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def own_grad(master: Any) -> torch.Tensor | None:
+    """The gradient that a tensor has itself, whatever class it is of: a master has one in a step alone."""
+    return _OWN_GRAD.__get__(master)  # type: ignore[no-any-return]
+
+
+def set_own_grad(master: Any, value: torch.Tensor | None) -> None:
+    """Give it one, or none."""
+    _OWN_GRAD.__set__(master, value)
+
+
 class MasterWeights:
     """Float32 copies of half-precision parameters, to be given to an optimizer in their place.
 
@@ -371,7 +473,8 @@ class MasterWeights:
         masters.attach(optimizer)            # or OptimizerStateOffloader(optimizer, master_weights=masters)
 
     At each step the gradients of the model's parameters are taken (and cleared), the masters are stepped in float32,
-    and the model gets them rounded to nearest even. Float32 parameters are their own masters.
+    and the model gets them rounded to nearest even. Float32 parameters are their own masters. Between steps
+    ``master.grad`` is the model's gradient, in its dtype, to read, to change, to replace and to clear.
 
     Args:
         params: floating-point parameters; DTensors keep their placement.
@@ -385,8 +488,6 @@ class MasterWeights:
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self.pairs: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[torch.Tensor, tuple[int, int]] = {}
-        # The gradient of which each master was given a copy, and its version then, until the step is over.
-        self._given: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         # How often each was written by then: hooks between may free its gradient.
         self._begun: dict[torch.Tensor, tuple[int, int]] = {}
         self._handles: list[Any] = []
@@ -409,7 +510,7 @@ class MasterWeights:
             with torch.inference_mode(False):
                 master = param if param.dtype is torch.float32 else torch.nn.Parameter(param.detach().float())
             if master is not param:
-                master.master_of = MasterOf(param)  # type: ignore[attr-defined]
+                _bind(master, param)
             self.pairs[master] = param
             self._note(master)
         homes: dict[int, list[torch.Tensor]] = {}
@@ -424,12 +525,12 @@ class MasterWeights:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pairs, self._kin, self._handles = state["pairs"], state["kin"], []
-        self._given, self._begun, self._waiting = {}, {}, None
+        self._begun, self._waiting = {}, None
         self._versions = {master: version_of(param) for master, param in self.pairs.items()}
         self._versions.update(dict.fromkeys(state["stale"], _NEVER))
         for master, param in self.pairs.items():
             if master is not param:
-                master.master_of = MasterOf(param)  # type: ignore[attr-defined]
+                _bind(master, param)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The masters, in the order of the parameters."""
@@ -452,10 +553,17 @@ class MasterWeights:
                 expected="optimizer(masters.parameters())",
                 where="optimizer",
             )
+        self.drive(self._stepped_by(optimizer))
         self._handles += [
             optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(lambda stepped, *_: self.end(self._stepped_by(stepped))),
         ]
+
+    def drive(self, masters: Iterable[torch.Tensor]) -> None:
+        """From now on the steps of somebody give these masters their gradients."""
+        for master in masters:
+            if isinstance(master, _Master):
+                master.is_driven = True
 
     def _stepped_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
@@ -478,7 +586,7 @@ class MasterWeights:
     ) -> Any:
         """Arguments of a step whose closure sees the model as the masters are by then, and gives them its gradients.
 
-        Each evaluation behind the first begins without gradients. None where there is no closure. ``masters``: those
+        None where there is no closure. ``masters``: those
         that are stepped; None: all.
         """
         closure = arguments[0] if arguments else options.get("closure")
@@ -504,7 +612,6 @@ class MasterWeights:
         for master in written:
             param = self.pairs[master]
             param.copy_(master)
-            param.grad = None
         # The closure that follows is a user's, who may write to parameters.
         self._note_now(written)
 
@@ -513,6 +620,9 @@ class MasterWeights:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for master in self.pairs:
+            if isinstance(master, _Master):
+                master.is_driven = False
 
     def check_stepped_by(self, optimizer: Optimizer) -> None:
         """Raise ConfigError when the optimizer does not step these masters, and nothing else."""
@@ -533,19 +643,19 @@ class MasterWeights:
         masters = list(masters)
         self.check(masters)
         for master in masters:
-            grad, (given, version) = self.pairs[master].grad, self._given.get(master, (None, 0))
-            if grad is None or grad is not given or grad._version != version or master.grad is None:
+            grad: Any = self.pairs[master].grad
+            given, version = getattr(master, "given", None) or (None, 0)
+            if given is None or grad is not given or version != given._version:
                 self.begin([master])
                 self._begun[master] = version_of(master)
-                if grad is not None and grad is not master.grad:
-                    self._given[master] = (grad, grad._version)
 
     def check(self, masters: Iterable[torch.Tensor]) -> None:
         """Before anything of a step happens.
 
         Raises:
             StaleMasterError: a parameter was written in place since its last rounding, by a loaded model for instance.
-                Writes through ``.data`` are not seen, but where they give a parameter another shape.
+                Writes through ``.data`` are not seen, but where they give a parameter another shape, or cast one that
+                is its own master, as ``model.to(dtype)`` does.
         """
         for master in masters:
             param = self.pairs[master]
@@ -555,6 +665,13 @@ class MasterWeights:
                     got=tuple(param.shape),
                     expected=tuple(master.shape),
                     where="params",
+                )
+            if master.dtype is not torch.float32:
+                raise StaleMasterError(
+                    "a parameter was its own master until it was cast: make masters and optimizer anew",
+                    got=master.dtype,
+                    expected=torch.float32,
+                    where=f"parameter of shape {tuple(param.shape)}",
                 )
             if param is not master and version_of(param) != self._versions[master]:
                 raise StaleMasterError(
@@ -569,7 +686,8 @@ class MasterWeights:
         for master in masters:
             param = self.pairs[master]
             if param is not master:
-                master.grad = None if param.grad is None else param.grad.to(torch.float32)
+                set_own_grad(master, None if param.grad is None else param.grad.to(torch.float32))
+                master.given = (param.grad, -1 if param.grad is None else param.grad._version)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def end(self, masters: Iterable[torch.Tensor]) -> None:
@@ -580,17 +698,19 @@ class MasterWeights:
         with self.noted_together():
             for master in masters:
                 param, begun = self.pairs[master], self._begun.get(master, version_of(master))
-                was_stepped = master.grad is not None or begun != version_of(master)
+                was_stepped = own_grad(master) is not None or begun != version_of(master)
                 if param is not master and was_stepped:
                     # Before the write: an interrupt may come right behind it.
                     self._note(master)
                     param.copy_(master)
                     self.took(master)
+                elif param is not master:
+                    master.given = None  # type: ignore[attr-defined]
 
     def took(self, master: torch.Tensor) -> None:
         """A stepped master was rounded into its parameter: both gradients are done with."""
-        master.grad = self.pairs[master].grad = None
-        self._given.pop(master, None)
+        set_own_grad(master, None)
+        master.given = self.pairs[master].grad = None  # type: ignore[attr-defined]
         self._begun.pop(master, None)
         self._note(master)
 

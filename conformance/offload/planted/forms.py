@@ -107,7 +107,7 @@ copies_forget_writes = patched(
 
 copied_masters_of_nobody = patched(
     "A copied master does not know its parameter.",
-    mutated(f"{_MASTERS}.__setstate__", "MasterOf(param)", "MasterOf()"),
+    mutated(f"{_MASTERS}.__setstate__", "_bind(master, param)", "_bind(master, master)"),
     kills="OPT-512",
 )
 

@@ -100,7 +100,8 @@ hooks_of_before_stay = patched(
 
 gradients_are_given_by_name = patched(
     "A gradient that the masters were given before counts as given, whatever was added to it since.",
-    mutated("twinproof.offload.states:MasterWeights.start", "or grad._version != version ", ""),
+    mutated("twinproof.offload.states:MasterWeights.start", " or version != given._version", ""),
+    mutated("twinproof.offload.states:_has_own", " and grad._version == version", ""),
     kills="OPT-428",
 )
 
@@ -137,9 +138,11 @@ closures_see_the_model_of_before = patched(
     kills="OPT-432",
 )
 
-gradients_of_evaluations_add_up = patched(
-    "An evaluation of a closure behind the first begins with the gradients of the one before.",
-    mutated("twinproof.offload.states:MasterWeights._round_all", "param.grad = None", "pass"),
+gradients_of_evaluations_lost = patched(
+    "An evaluation of a closure behind the first begins without gradients, whether the closure clears them or not.",
+    mutated(
+        "twinproof.offload.states:MasterWeights._round_all", "param.copy_(master)", "param.copy_(master).grad = None"
+    ),
     kills="OPT-432",
 )
 
@@ -174,7 +177,11 @@ complex_masters = patched(
 
 gradients_outlive_the_step = patched(
     "Masters hold the gradients that they took until the next ones come.",
-    mutated("twinproof.offload.states:MasterWeights.took", "self._given.pop(master, None)", "pass"),
+    mutated(
+        "twinproof.offload.states:MasterWeights.took",
+        "master.given = self.pairs[master].grad = None",
+        "self.pairs[master].grad = None",
+    ),
     kills="OPT-452",
 )
 
@@ -193,7 +200,7 @@ stepped_without_its_parameter = patched(
     "A master that was stepped is rounded where its parameter has a gradient still.",
     mutated(
         "twinproof.offload.states:MasterWeights.end",
-        "master.grad is not None or",
+        "own_grad(master) is not None or",
         "param.grad is not None or False and",
     ),
     kills="OPT-461",

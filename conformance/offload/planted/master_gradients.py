@@ -1,0 +1,60 @@
+"""Faults that ``test_master_gradients`` must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.harness import fault, mutated, patched
+
+_STATES = "twinproof.offload.states"
+
+gradients_cleared_of_masters_alone = patched(
+    "Who clears the gradients of masters leaves those of the model.",
+    mutated(f"{_STATES}:_take_grad", "if param is not None and master.is_driven:", "if False:"),
+    kills="OPT-524",
+)
+gradients_seen_in_steps_alone = patched(
+    "Between steps masters have no gradient.",
+    mutated(f"{_STATES}:_shown_grad", "if _has_own(master, param) else param.grad", ""),
+    kills="OPT-524",
+)
+gradients_of_another_dtype_lost = patched(
+    "A gradient of another dtype that a master is given between steps is lost.",
+    mutated(
+        f"{_STATES}:_take_grad",
+        " if isinstance(value, torch.Tensor) else value",
+        " if value is not None and value.dtype == param.dtype else None",
+    ),
+    kills="OPT-524",
+)
+
+plain_masters_alone_show_gradients = patched(
+    "A master that is a DTensor has no gradient between steps.",
+    mutated(
+        f"{_STATES}:_bind",
+        "_master_class(kind)",
+        "_master_class(kind) if kind is torch.nn.Parameter else kind",
+    ),
+    kills="OPT-525",
+)
+
+
+@fault(kills="OPT-526", at=f"{_STATES}:_bind")
+def masters_stepped_one_by_one(original: Any, master: Any, param: Any) -> None:
+    """Torch does not know the class of masters, and steps them one by one."""
+    original(master, param)
+    kind: Any = type(master)
+    master.__class__ = type(kind)("Unknown", (kind,), {})
+
+
+copied_masters_of_no_model = patched(
+    "A copy of masters is of no model.",
+    mutated(f"{_STATES}:MasterWeights.__setstate__", "_bind(master, param)", "pass"),
+    kills="OPT-526",
+)
+
+cast_masters_stepped = patched(
+    "A parameter that was its own master until it was cast is stepped in its new dtype.",
+    mutated(f"{_STATES}:MasterWeights.check", "if master.dtype is not torch.float32:", "if False:"),
+    kills="OPT-527",
+)
