@@ -181,3 +181,14 @@ class Chained:
 
     def __init__(self, *optimizers: Any) -> None:
         self.chained_optimizers = list(optimizers)
+
+
+class Container(torch.optim.Optimizer):
+    """As torchtitan's OptimizersContainer, torchrec's CombinedOptimizer and a dict of them: an optimizer that has some.
+
+    ``held`` are the attributes under which it has them; its groups are theirs.
+    """
+
+    def __init__(self, *optimizers: Any, **held: Any) -> None:
+        super().__init__([param for each in optimizers for group in each.param_groups for param in group["params"]], {})
+        vars(self).update(held)

@@ -13,6 +13,7 @@ from conformance.offload.cases import SHAPES, assert_same_state, proven_on, valu
 from conformance.offload.foreign import (
     Chained,
     Clipped,
+    Container,
     Distributed,
     Factored,
     Flat,
@@ -284,6 +285,9 @@ def test_wrappers(offload: Any, device: str) -> None:
         for kind, wrapper, words in (
             (ConfigError, Prepared(inner, scales=True), ("Prepared", "before")),
             (UnsupportedError, Chained(inner), ("Chained", "each")),
+            (UnsupportedError, Container(inner, optimizers=[inner]), ("Container", "each of optimizers")),
+            (UnsupportedError, Container(inner, optimizers={"a": inner}), ("Container", "each of optimizers")),
+            (UnsupportedError, Container(inner, _optims=[("a", inner)]), ("Container", "each of _optims")),
             (UnsupportedError, sparse, ("SparseAdam",)),
             (UnsupportedError, object(), ("object",)),
         ):

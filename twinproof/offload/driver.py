@@ -82,6 +82,7 @@ CPU_STEP = (
     "HybridDeviceOptimizer",
 )
 _HELD_AS = ("optimizer", "optim", "_optimizer")  # Where a wrapper has the optimizer that steps.
+_SEVERAL_AS = ("chained_optimizers", "optimizers", "_optims")  # Of Megatron, torchtitan, torchrec.
 # Where Megatron's wrappers keep the float32 masters that their inner optimizer steps.
 _MASTER_GROUPS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
 
@@ -108,6 +109,12 @@ def known_kind(kind: type[Optimizer]) -> type[Optimizer] | None:
     return None
 
 
+def _has_optimizers(parts: Any) -> bool:
+    # torchrec's are pairs of a name and one; what Megatron chains are wrappers.
+    each = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
+    return any(hasattr(part[-1] if isinstance(part, tuple) and part else part, "param_groups") for part in each)
+
+
 def unwrapped(given: Any) -> tuple[Optimizer, list[torch.Tensor]]:
     """The optimizer that steps, and the float32 masters that its wrapper keeps among its parameters.
 
@@ -123,19 +130,13 @@ def unwrapped(given: Any) -> tuple[Optimizer, list[torch.Tensor]]:
     inner = next((each for each in held if isinstance(each, Optimizer)), None)
     wraps = inner is not None
     if wraps and getattr(given, "_optimizer_original_step_method", None) is not None:
-        raise ConfigError(
-            "this wrapper calls the step that it took from the optimizer when it was made",
-            got=type(given).__name__,
-            expected="an offloader that is attached before the optimizer is wrapped",
-            where="optimizer",
-        )
-    if hasattr(given, "chained_optimizers"):
-        raise UnsupportedError(
-            "several optimizers in one",
-            got=type(given).__name__,
-            expected="an offloader for each of chained_optimizers",
-            where="optimizer",
-        )
+        what = "this wrapper calls the step that it took from the optimizer when it was made"
+        got, expected = type(given).__name__, "an offloader that is attached before the optimizer is wrapped"
+        raise ConfigError(what, got=got, expected=expected, where="optimizer")
+    several = next((name for name in _SEVERAL_AS if _has_optimizers(getattr(given, name, None))), None)
+    if several is not None:
+        got, expected = type(given).__name__, f"an offloader for each of {several}"
+        raise UnsupportedError("several optimizers in one", got=got, expected=expected, where="optimizer")
     found = inner if wraps else given
     if not isinstance(found, Optimizer) or isinstance(found, torch.optim.SparseAdam):
         raise UnsupportedError(

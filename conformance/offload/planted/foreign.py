@@ -114,3 +114,9 @@ parameters_in_one_piece_refused = patched(
     mutated("twinproof.offload.states:check_separate", "state if span.name == _OWN else every", "every"),
     kills="OPT-395",
 )
+
+containers_stepped_whole = patched(
+    "An optimizer that has others inside is taken for one of its own arithmetic, and nothing moves.",
+    mutated("twinproof.offload.driver:unwrapped", "if several is not None:", 'if several == "chained_optimizers":'),
+    kills="OPT-255",
+)
