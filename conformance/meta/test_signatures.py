@@ -22,6 +22,7 @@ _PACKAGES = ("twinproof", "refimpl", "fastimpl")
 _OF_AN_INTERFACE: dict[str, str] = {
     "twinproof/checkpoint/dcp.py: HuggingFaceStorageReader.set_up_storage_reader(is_coordinator=)": "torch's API",
     "twinproof/pipeline/modules.py: Pooled.forward(weights=)": "autograd hands its gradient to them",
+    "twinproof/pipeline/tracing.py: Tracer.is_leaf_module(module_qualified_name=)": "torch.fx gives it",
     "twinproof/pipeline/sharding.py: LateBuckets.failure(first=)": "a check's answer; the rule of buckets names the id",
     "refimpl/offload.py: Blocking.to_device(for_good=)": "each tensor has memory of its own",
     "refimpl/optimizers.py: sgd(states=)": "the signature of every update; this one has no state",

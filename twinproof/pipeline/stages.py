@@ -30,6 +30,7 @@ from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTen
 from twinproof.pipeline.config import untraceable
 from twinproof.pipeline.jagged import with_items, with_tensors
 from twinproof.pipeline.sharding import Awaitable
+from twinproof.pipeline.tracing import IN_PLACE, Tracer, alone, assigned, is_sharded
 
 __all__ = [
     "LOOKUP_STREAMS",
@@ -49,7 +50,6 @@ __all__ = [
     "cut_off",
     "find_calls",
     "is_dtensor",
-    "is_sharded",
     "looked_up",
     "move_batch",
     "refuse",
@@ -61,12 +61,6 @@ logger = logging.getLogger("twinproof.pipeline")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _INSIDE = {"DistributedDataParallel": "module", "DistributedModelParallel": "module", "OptimizedModule": "_orig_mod"}
-PROTOCOL = ("create_context", "input_dist", "compute", "output_dist")
-
-
-def is_sharded(module: Any) -> bool:
-    """Whether a module has the three-step protocol."""
-    return all(hasattr(module, name) for name in PROTOCOL)
 
 
 def unwrapped(model: Any) -> Any:
@@ -101,68 +95,6 @@ class Call:
         if read and not trained:  # The first module that reads anything lists what is trained, for all of a step.
             trained.update(id(param) for param in trained_params(optimizer))
         return not read.isdisjoint(trained)
-
-
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_IN_PLACE: dict[str, Any] = {f"__i{name}__": getattr(operator, f"i{name}") for name in _OPERATORS}
-
-
-def _assigned(value: Any, name: str) -> None:
-    """Stands in a graph where an attribute of a value was assigned."""
-
-
-class _Noting:
-    """A proxy whose changes in place are nodes of the graph, too: torch's own forgets that they are made in place."""
-
-    # What a proxy is made of.
-    _OWN = ("tracer", "node", "root", "attr", "_node")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name not in self._OWN:
-            made: Any = self
-            made.tracer.create_node("call_function", _assigned, (made.node, name), {})
-
-    def __getattr__(self, name: str) -> Any:
-        made: Any = self
-        return _Attribute(made, name)
-
-
-def _noted(change: Any) -> Callable[[Any, Any], Any]:
-    return lambda proxy, other: proxy.tracer.create_proxy("call_function", change, (proxy, other), {})
-
-
-for _name, _by in _IN_PLACE.items():
-    setattr(_Noting, _name, _noted(_by))
-
-
-class _Value(_Noting, torch.fx.Proxy):
-    """A value of the trace."""
-
-
-class _Attribute(_Noting, torch.fx.proxy.Attribute):
-    """An attribute of one."""
-
-
-class _Tracer(torch.fx.Tracer):
-    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
-        return _Value(node, self)
-
-    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        # Only the way to sharded modules is looked into: what lies beside it may be untraceable.
-        return is_sharded(m) or not any(is_sharded(child) for child in m.modules())
-
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """The batch is traced; a pipeline gives nothing else, so that every other argument is its default."""
-        found: tuple[Any, list[Any]] = super().create_args_for_root(root_fn, is_module, concrete_args)
-        fn, args = found
-        forward = inspect.unwrap(root_fn)
-        defaults = {name: each.default for name, each in inspect.signature(forward).parameters.items()}
-        # Positional arguments, then those by keyword, as torch.fx gives them; the module and the batch are the first.
-        for index, name in list(enumerate(forward.__code__.co_varnames[: len(args)]))[2:]:
-            if defaults.get(name, inspect.Parameter.empty) is not inspect.Parameter.empty:
-                args[index] = defaults[name]
-        return fn, args
 
 
 def _evaluated(argument: Any, value: Callable[[torch.fx.Node], Any]) -> Any:
@@ -261,10 +193,10 @@ def _changes(node: torch.fx.Node) -> list[torch.fx.Node]:
         return first if target.endswith("_") and not target.endswith("__") else []
     name, out = getattr(target, "__name__", ""), node.kwargs.get("out")
     is_own = isinstance(target, FunctionType) and target.__module__.partition(".")[0] != "torch"
-    if not node.users and target is not _assigned and (node.op == "call_module" or is_own):
+    if not node.users and target is not assigned and (node.op == "call_module" or is_own):
         return list(node.all_input_nodes)
     is_named_so = name.endswith("_") and not name.endswith("__")
-    changed = first if is_named_so or target is _assigned or target in _IN_PLACE.values() else []
+    changed = first if is_named_so or target is assigned or target in IN_PLACE.values() else []
     return [*changed, *([out] if isinstance(out, torch.fx.Node) else [])]
 
 
@@ -294,7 +226,7 @@ def _changed_before(node: torch.fx.Node, numbers: Mapping[torch.fx.Node, int], s
     for each in itertools.takewhile(lambda each: each is not node, node.graph.nodes):
         changes = _changes(each) if each.op != "call_module" or each.target not in sharded else []
         # An attribute that was assigned is what is selected from then on.
-        is_known = each.target is not _assigned and any(numbers[changed] in known for changed in changes)
+        is_known = each.target is not assigned and any(numbers[changed] in known for changed in changes)
         parts = (part for changed in changes for part in (changed, *_on_the_way(changed)))
         if is_known or any(numbers[part] in whole for part in parts):
             return True
@@ -369,11 +301,11 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
     if not any(is_sharded(module) for module in inner.modules()):
         return []
     has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    tracer, devices = _Tracer(), [torch.cuda.current_device()] if has_device else []
+    tracer, devices = Tracer(), [torch.cuda.current_device()] if has_device else []
     looked_into = [module for name, module in inner.named_modules() if not tracer.is_leaf_module(module, name)]
     try:
         # A forward that draws by itself draws in a trace, too.
-        with torch.random.fork_rng(devices), _left_as_they_were(looked_into):
+        with alone(), torch.random.fork_rng(devices), _left_as_they_were(looked_into):
             try:
                 graph = tracer.trace(inner)
             except Exception as error:
@@ -440,7 +372,7 @@ class Traces:
     def __init__(self, model: torch.nn.Module, *, pipeline_postproc: bool) -> None:
         self._model, self._pipeline_postproc = model, pipeline_postproc
         # What is looked into; what is not decides nothing on the way to a sharded module.
-        inner, is_leaf = unwrapped(model), _Tracer().is_leaf_module
+        inner, is_leaf = unwrapped(model), Tracer().is_leaf_module
         self._open = [module for name, module in inner.named_modules() if not is_leaf(module, name)]
         self.calls = find_calls(model, pipeline_postproc=pipeline_postproc)
         self._found = {self._modes(): self.calls}

@@ -68,7 +68,7 @@ changes_in_place_missed = patched(
 
 attributes_missed = patched(
     "An attribute of a batch that the forward assigns is missed by what runs ahead.",
-    mutated("twinproof.pipeline.stages:_Noting.__setattr__", "if name not in self._OWN:", "if False:"),
+    mutated("twinproof.pipeline.tracing:_Noting.__setattr__", "if name not in self._OWN:", "if False:"),
     kills="PIPE-524",
 )
 
@@ -127,7 +127,7 @@ lengths_are_not_compared = patched(
 
 some_operators_alone = patched(
     "Operators of arithmetic alone are known to change their operand in place.",
-    mutated("twinproof.pipeline.stages:_changes", "in _IN_PLACE.values()", "in list(_IN_PLACE.values())[:5]"),
+    mutated("twinproof.pipeline.stages:_changes", "in IN_PLACE.values()", "in list(IN_PLACE.values())[:5]"),
     kills="PIPE-536",
 )
 

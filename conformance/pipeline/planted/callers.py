@@ -91,6 +91,6 @@ moved_in_place = patched(
 
 arguments_without_defaults = patched(
     "Every argument of a model behind the batch is None where a lookup is made ahead.",
-    mutated("twinproof.pipeline.stages:_Tracer.create_args_for_root", "= defaults[name]", "= None"),
+    mutated("twinproof.pipeline.tracing:Tracer.create_args_for_root", "= defaults[name]", "= None"),
     kills="PIPE-509",
 )

@@ -12,7 +12,7 @@ any_argument_is_the_batch = patched(
 absent_defaults_traced = patched(
     "An argument without a default is traced as what stands for none.",
     mutated(
-        "twinproof.pipeline.stages:_Tracer.create_args_for_root",
+        "twinproof.pipeline.tracing:Tracer.create_args_for_root",
         "if defaults.get(name, inspect.Parameter.empty) is not inspect.Parameter.empty:",
         "if name in defaults:",
     ),
@@ -20,7 +20,7 @@ absent_defaults_traced = patched(
 )
 names_of_functions_missed = patched(
     "A function's name does not say that it changes something.",
-    mutated("twinproof.pipeline.stages:_changes", "is_named_so or target is _assigned", "target is _assigned"),
+    mutated("twinproof.pipeline.stages:_changes", "is_named_so or target is assigned", "target is assigned"),
     kills="PIPE-578",
 )
 functions_without_a_result_missed = patched(
