@@ -82,6 +82,15 @@ def _halve(values: Any) -> None:
 
 
 @torch.fx.wrap
+def _halve_too(values: Any) -> None:
+    """As of a module whose name stands behind torch's."""
+    values.floor_divide_(2)
+
+
+_halve_too.__module__ = "zoo"
+
+
+@torch.fx.wrap
 def _halved_(values: Any) -> Any:
     """Says by its name that it changes what it is given, and does."""
     return values.floor_divide_(2)
@@ -97,7 +106,9 @@ def _size__(values: Any) -> Any:
 CHANGES: dict[str, tuple[Callable[[Any], Any], bool, bool]] = {
     "a function of torch's": (lambda values: torch.clamp_(values, max=0), False, True),
     "a function of torch's with a result": (lambda values: torch.clamp_(values, max=0), True, True),
+    "a function of torch's in Python": (lambda values: torch.nn.functional.relu(values), False, False),
     "a function without a result": (lambda values: _halve(values), False, True),
+    "a function of another module": (lambda values: _halve_too(values), False, True),
     "a function by its name": (lambda values: _halved_(values), True, True),
     "a method of Python's": (lambda values: values.__reversed__(), True, False),
     "a function with a result": (lambda values: _size__(values), True, False),

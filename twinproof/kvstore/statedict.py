@@ -371,9 +371,9 @@ def load_state_dict(
     engine: RowEngine,
     state: Mapping[str, Any],
     *,
-    weights_only: bool = False,
-    tables: tuple[str, ...] | None = None,
-    clear: bool = False,
+    weights_only: bool,
+    tables: tuple[str, ...] | None,
+    clear: bool,
 ) -> dict[str, int]:
     """See ``KVStore.load_state_dict``; rows go to the engine: who listens is told when all are there."""
     check_flags(weights_only=weights_only, clear=clear)
