@@ -79,8 +79,7 @@ def prefetch(p: AnyPipeline, s: StreamedStages, batch: StreamedBatch) -> Any:
 def fused(p: AnyLookups, s: StreamedStages, batch: StreamedBatch) -> Any:
     """Fused: the lookup begins the step, under the end of the step before; or it was done before that step's P."""
     hoists = p.options.placed.before_optimizer
-    begin_with_lookup(p, s, batch, hoists=hoists)  # S I L O of i, S of i+1, H of i+2
-    trains = p.take(batch)
+    trains = begin_with_lookup(p, s, batch, hoists=hoists)  # S I L O of i, S of i+1, H of i+2
     p.wait_embedding_lookup()
     losses, output = p.run_forward(batch)  # F of i
     p.pull_behind_forward()
@@ -101,7 +100,6 @@ def fused(p: AnyLookups, s: StreamedStages, batch: StreamedBatch) -> Any:
 def fused_evaluation(p: driver.EvalPipelineFusedSparseDist[Any, Any], s: StreamedStages, batch: StreamedBatch) -> Any:
     """Evaluation of Fused: the next batch's lookup may overlap this one's forward."""
     begin_with_lookup(p, s, batch, hoists=p.prefetches)  # S I L O of i, S of i+1, H of i+2
-    p.take(batch)
     p.wait_embedding_lookup()
     _, output = p.run_forward(batch)  # F of i
     p.pull_behind_forward()
@@ -118,7 +116,7 @@ def semi_sync(p: driver.TrainPipelineSemiSync[Any, Any], s: StreamedStages, batc
     with undone_on_error(s, batch):
         look_up_once(p, batch)  # S I L O of i, unless the step before did it
         start_ahead(p)  # S of i+1, H of i+2 and i+3
-    trains = p.take(batch)
+        trains = p.take(batch)
     if trains:
         s.wait_for_lookup(batch)
         p.cut(batch)
@@ -165,8 +163,8 @@ def look_up_once(p: driver.TrainPipelineSemiSync[Any, Any], batch: StreamedBatch
         look_up_early(p, batch, p.calls)
 
 
-def begin_with_lookup(p: AnyLookups, s: StreamedStages, batch: StreamedBatch, *, hoists: bool) -> None:
-    """The beginning of both Fused schedules: L before or behind the start of the next batch's exchange."""
+def begin_with_lookup(p: AnyLookups, s: StreamedStages, batch: StreamedBatch, *, hoists: bool) -> bool:
+    """The beginning of both Fused schedules, up to ``take``: L before or behind the start of the next exchange."""
     p.exchange(batch)
     if hoists:
         forget_outdated(p, batch)
@@ -175,6 +173,7 @@ def begin_with_lookup(p: AnyLookups, s: StreamedStages, batch: StreamedBatch, *,
             look_up_early(p, batch, p.calls)
         start_ahead(p)
         look_up_early(p, batch, p.calls)
+        return p.take(batch)
 
 
 def may_hoist(p: AnyPipeline, call: Call) -> bool:

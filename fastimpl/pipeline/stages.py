@@ -300,7 +300,7 @@ class StreamedStages:
 
 @contextlib.contextmanager
 def undone_on_error(stages: StreamedStages, batch: StreamedBatch) -> Iterator[None]:
-    """Rows looked up in a call that a loader ended would be stale by the next call, and perhaps of another mode."""
+    """Rows looked up in a call that its loader ended or failed would be stale by the next, perhaps of another mode."""
     before = dict(batch.results), batch.with_grad
     try:
         yield

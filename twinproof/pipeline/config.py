@@ -10,6 +10,7 @@ import enum
 import math
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -565,6 +566,60 @@ def check_loader(loader: Any) -> Iterator[Any]:
         raise ConfigError("no iterator", got=got, expected=expected, where="dataloader_iter")
     found: Iterator[Any] = loader
     return found
+
+
+class Ended:
+    """An iterator that has ended, which this keeps only where it is of a class without weak references."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._given_count = self._count_of(iterator)
+        try:
+            self._iterator: Callable[[], Any] = weakref.ref(iterator)
+        except TypeError:
+            self._iterator = lambda: iterator
+
+    def is_still(self, iterator: Any) -> bool:
+        """Whether this is the iterator, and was not seen to begin anew; None is no iterator."""
+        is_it = iterator is not None and iterator is self._iterator()
+        return is_it and self._count_of(iterator) == self._given_count
+
+    @staticmethod
+    def _count_of(iterator: Any) -> int | None:
+        """How many batches it has given since ``iter()``, which torch's iterators count; None of any other."""
+        found = getattr(iterator, "_num_yielded", None)
+        return found if isinstance(found, int) else None
+
+
+class LoaderEnds:
+    """What a pipeline knows of its iterator: ``iter(loader)`` may be the one that has ended, begun anew.
+
+    While batches are in flight, an iterator that has ended is not asked again. Once StopIteration has come out of the
+    pipeline, whatever it is given next is: Python's protocol has an iterator that has really ended say so again.
+    """
+
+    _dataloader_iter: Any
+    _dataloader_exhausted: bool
+    _ended: Ended | None
+    agree: Callable[[int], int]
+
+    def _take_loader(self, dataloader_iter: Any) -> None:
+        """What has ended has ended on all ranks, until some rank is given another iterator, or sees its own anew."""
+        if self._dataloader_exhausted:
+            # A subclass that pulls in its own way says only that there is no batch.
+            ended = self._ended or Ended(self._dataloader_iter)
+            if self.agree(int(ended.is_still(dataloader_iter))):
+                return
+        self._dataloader_iter, self._dataloader_exhausted, self._ended = dataloader_iter, False, None
+
+    def _end_loader(self) -> None:
+        """No rank asks any more."""
+        self._ended = Ended(self._dataloader_iter)
+        self._dataloader_iter, self._dataloader_exhausted = None, True
+
+    def _forget_loader(self) -> StopIteration:
+        """Nothing is known of any iterator; what tells the caller so."""
+        self._dataloader_iter, self._dataloader_exhausted, self._ended = None, False, None
+        return StopIteration()
 
 
 def check_start(start_batch: Any) -> int:

@@ -24,7 +24,7 @@ from twinproof.engine import weakly
 from twinproof.errors import ConfigError, DistributedError, PipelineError, UnsupportedError, check_flags
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.optimizers import clear_gradients, trained_params
-from twinproof.pipeline.config import check_answer, check_loader, check_losses, check_parts, check_start
+from twinproof.pipeline.config import LoaderEnds, check_answer, check_loader, check_losses, check_parts, check_start
 from twinproof.pipeline.sharding import made_for_training
 from twinproof.pipeline.stages import (
     Attachment,
@@ -71,7 +71,7 @@ Schedule = Callable[[Any, Any, Any], Any]
 _FAILED, _EXHAUSTED, _HAS_BATCH = 0, 1, 2
 
 
-class Pipeline(TorchrecModels, Generic[In, Out]):
+class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
     """A training pipeline: ``progress(dataloader_iter)`` is one step and returns the model's output.
 
     Args:
@@ -102,10 +102,11 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
     In evaluation (``model.eval()``) a step is a forward: no gradient, no update, no ``zero_grad``. What was pulled
     before a switch is processed in the mode of the moment: where that decides what is computed ahead, by a branch of
     the forward or in a module that runs ahead, it is sent and looked up anew. ``progress`` raises StopIteration when
-    there is no batch left, again each time; another iterator then goes on, after what is still held. All ranks stop
-    together, at the first that has no batch; what others have pulled stays held for the next iterator. An exception of
-    the loader comes out unchanged on its rank, before anything is updated, and as DistributedError on the others;
-    nothing is lost and the next call goes on.
+    there is no batch left, again each time; another iterator then goes on, after what is still held, and so does the
+    same one, where it has batches again: ``iter()`` begins that of a ``DataLoader(persistent_workers=True)`` anew. All
+    ranks stop together, at the first that has no batch, and each makes as many calls, behind an end too; what others
+    have pulled stays held for the next iterator. An exception of the loader comes out unchanged on its rank, before
+    anything is updated, and as DistributedError on the others; nothing is lost and the next call goes on.
 
     A pipeline is neither copied nor pickled; a copy of its model is a plain one, that nobody drives.
 
@@ -156,8 +157,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
         removed: dict[str, list[Any]] = {"batch": [], "context": []}
         self.batches = QueueView(self._queue, "batch", self._adopted, removed, self._replace)
         self.contexts = QueueView(self._queue, "context", self._adopted, removed, self._replace)
-        self._dataloader_iter: Any = None
-        self._dataloader_exhausted = self._failed = False
+        self._failed = False
+        self._forget_loader()
         # Raised out of a list: an exception that a frame of its own traceback had would keep the pipeline.
         self._deferred: list[BaseException] = []
         self._current: BatchContext | None = None
@@ -223,7 +224,8 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
             self._recall(in_flight)
         self.batches.clear()
         self._held.clear()
-        self._dataloader_iter, self._dataloader_exhausted, self._failed = None, False, False
+        self._failed = False
+        self._forget_loader()
         self._current = self._made = None
         self._deferred.clear()
         self._next_index = 0
@@ -244,7 +246,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
             raise self._deferred.pop()
         self.fill_pipeline(dataloader_iter)
         if not self._queue or (self._dataloader_exhausted and not self._execute_all):
-            raise StopIteration
+            raise self._forget_loader()
         # What users edit between steps is seen.
         batch, self._late = self._queue[0], {}
         try:
@@ -288,7 +290,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
                 exchange has raised before.
         """
         if self._dataloader_exhausted and not self._execute_all:
-            raise StopIteration
+            raise self._forget_loader()
         self._current = batch
         self.raise_failure(batch)
         training = self._model.training and self.trains
@@ -344,11 +346,6 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
             if not self.enqueue_batch(self._dataloader_iter):
                 return
 
-    def _take_loader(self, dataloader_iter: Iterator[In]) -> None:
-        """Another iterator than the last one has not ended."""
-        if dataloader_iter is not self._dataloader_iter:
-            self._dataloader_iter, self._dataloader_exhausted = dataloader_iter, False
-
     @property
     def _count_before_forward(self) -> int:
         """Batches that are in flight when a forward begins, the current one among them."""
@@ -390,7 +387,7 @@ class Pipeline(TorchrecModels, Generic[In, Out]):
             got, expected = "a loader that failed, or the copy of its batch", "a batch, or the loader's end"
             raise DistributedError("another rank gave no batch", got=got, expected=expected, where="progress")
         if agreed == _EXHAUSTED:
-            self._dataloader_exhausted = True
+            self._end_loader()
             return None
         self._held.popleft()
         return made

@@ -35,7 +35,7 @@ half_removed_batch_recalled = patched(
 )
 ended_loaders_asked = patched(
     "A loader that has ended is asked again.",
-    mutated("twinproof.pipeline.driver:Pipeline._taken", "if self._dataloader_exhausted:", "if False:"),
+    mutated("twinproof.pipeline.config:LoaderEnds._take_loader", "if self._dataloader_exhausted:", "if False:"),
     kills="PIPE-568",
 )
 own_contexts_lost = patched(

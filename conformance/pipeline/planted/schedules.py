@@ -17,11 +17,10 @@ def ended_loader_asked_again(original: Any, schedule: Any, loader: Any) -> Any:
     return original(schedule, loader)
 
 
-@fault(kills="PIPE-124", at="twinproof.pipeline.driver:Pipeline.progress")
-def second_iterator_ignored(original: Any, schedule: Any, loader: Any) -> Any:
-    """After an end another iterator is ignored (torchrec)."""
-    schedule._dataloader_iter = loader
-    return original(schedule, loader)
+@fault(kills="PIPE-124", at="twinproof.pipeline.driver:Pipeline._take_loader")
+def second_iterator_ignored(original: Any, schedule: Any, loader: Any) -> None:
+    """Another iterator than the first is ignored (torchrec)."""
+    original(schedule, schedule.__dict__.setdefault("_first", loader))
 
 
 @fault(kills="PIPE-122", at="twinproof.pipeline.driver:Pipeline.progress")
