@@ -122,6 +122,8 @@ class Targets:
         made, through = Targets(), case["reader"] != "plain"
         for name, value in seen.items():
             dtype = _dtype_of(case, value, is_quantized=through and name in ("q.weight", "g_blocks"))
+            # A plain reader converts no numbers that have scales beside them.
+            dtype = value.dtype if name == "q.weight" and not through else dtype
             is_cut = case["shape"] == "parts" and name in _CUTS
             cuts = [*_CUTS[name], *[[]] * value.dim()] if is_cut else [[] for _ in value.shape]
             cuts = [[at for at in inner if at < size] for inner, size in zip(cuts, value.shape, strict=False)]

@@ -429,14 +429,14 @@ def test_retention_beside_what_is_broken(
             load(manager, 9)
     assert_equal(late.counter.step, 2, where="the newest whole one")
     assert_equal("step-9 is no complete checkpoint" in caplog.text, True, where="what is broken is logged")
-    seen = manager_module.complete_steps
+    seen = manager_module.is_whole
 
-    def one_goes(path: Path) -> Any:
-        found = seen(path)
-        shutil.rmtree(path / "step-2", ignore_errors=True)
+    def one_goes(path: Path, kind: Any) -> Any:
+        found = seen(path, kind)
+        shutil.rmtree(folder / "step-2", ignore_errors=True)
         return found
 
-    monkeypatch.setattr(manager_module, "complete_steps", one_goes)
+    monkeypatch.setattr(manager_module, "is_whole", one_goes)
     with alone(), trainer.manager(checkpoint, folder, **options) as manager:
         _copy_step(folder, 2, 3)
         manager.save(4)

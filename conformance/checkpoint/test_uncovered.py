@@ -100,8 +100,10 @@ def _load(checkpoint: Any, folder: Path, way: str, said: dict[str, Any], seen: A
         if way == "load_training":
             checkpoint.load_training(folder, model, optimizer, states=states)
         elif way == "a manager":
-            options = {"optimizers": optimizer, "states": states, "interval": 1, "durable": False}
-            with checkpoint.CheckpointManager(folder.parent, model=model, **options) as manager:
+            # Of the steps of its own folder a manager takes none whose files are cut short.
+            first = {"initial_load_path": folder, "initial_load_model_only": False}
+            options = {"optimizers": optimizer, "states": states, "interval": 1, "durable": False, **first}
+            with checkpoint.CheckpointManager(folder.parent / "run", model=model, **options) as manager:
                 assert_equal(manager.load(), True, where="a load")
         else:
             targets = {f"said.{name}": value for name, value in said.items()}

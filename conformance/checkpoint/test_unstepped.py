@@ -345,7 +345,9 @@ def _load_steps(checkpoint: Any, folder: Path, way: str, run: tuple[_Model, Any]
         if way == "load_training":
             checkpoint.load_training(folder / "step-1", *run, states=states)
             return
-        with checkpoint.CheckpointManager(folder, **options) as manager:
+        # Of the steps of its own folder a manager takes none whose files are cut.
+        first = {"initial_load_path": folder / "step-1", "initial_load_model_only": False}
+        with checkpoint.CheckpointManager(folder / "run", **options, **first) as manager:
             manager.load()
 
 
@@ -402,9 +404,9 @@ def test_a_load_that_fails_behind_another(checkpoint: Any, tmp_path: Path) -> No
         manager.load()
         resumed.step(2)
         for path in (tmp_path / "run" / "step-1").glob("*.distcp"):
-            path.unlink()
+            path.write_bytes(bytes(path.stat().st_size))
         before = resumed.values()
-        with raises(BaseException, where="a checkpoint without its files"):
+        with raises(BaseException, where="a checkpoint of zeros"):
             manager.load(1)
         assert_same_tensors(resumed.values(), before, where="a run behind a load that failed")
 

@@ -34,7 +34,7 @@ from twinproof.checkpoint.catalog import (
     read_catalog,
     read_index,
     stored_ranges,
-    verify,
+    verify_catalog,
 )
 from twinproof.checkpoint.format import as_bits, parse_json_object, torch_dtype
 from twinproof.checkpoint.plan import check_count, parse_size
@@ -50,8 +50,7 @@ def _say(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    catalog = read_catalog(path)
+def _facts(path: Path, catalog: Catalog) -> dict[str, Any]:
     tensors = {
         name: {
             "dtype": record.dtype,
@@ -77,7 +76,7 @@ def _file(catalog: Catalog, name: str) -> str:
 
 
 def _inspect(options: argparse.Namespace) -> dict[str, Any]:
-    facts = _facts(options.path)
+    facts = _facts(options.path, read_catalog(options.path))
     if not options.json:
         for name, tensor in facts["tensors"].items():
             _say(f"{tensor['dtype']:>12} {tensor['shape']!s:<24} {name}  [{tensor['file']}]")
@@ -87,11 +86,13 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
 
 def _verify(options: argparse.Namespace) -> dict[str, Any]:
     """Every header, the index, the tiling of shards, the index's total, and every byte that has a checksum."""
-    facts = _facts(options.path)
+    catalog = read_catalog(options.path)
+    facts = _facts(options.path, catalog)
     index = read_index(options.path) if options.path.is_dir() else None
     declared = index.total_size if index is not None else None
     warnings = [] if declared in (None, facts["payload_bytes"]) else [f"the index declares {declared} bytes"]
-    found = verify(options.path, crc=ops.crc32, thread_count=options.threads, progress=_progress(options.json))
+    warnings += [f"{file} holds tensors that the index has in other files: not read" for file in catalog.passed_over]
+    found = verify_catalog(catalog, options.path, ops.crc32, options.threads, _progress(options.json))
     if not options.json:
         _say(f"ok: {len(facts['tensors'])} tensors, {facts['payload_bytes']} bytes, {len(facts['files'])} files")
         _say(str(found))

@@ -49,6 +49,7 @@ from twinproof.checkpoint.format import (
     read_header,
     torch_dtype,
 )
+from twinproof.checkpoint.unlisted import SHARDING_KEY, with_unlisted
 from twinproof.errors import ConfigError, CorruptionError, FormatError, PlanError, TwinproofError, check_kind
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "expected_sums",
     "is_simple_tiling",
     "joined",
+    "list_files",
     "metadata_of",
     "parse_sharding",
     "parts_of",
@@ -96,6 +98,7 @@ __all__ = [
 ]
 
 INDEX_BYTES_MAX = 1 << 30
+CHUNKS_LEAVE_A_GAP = "chunks leave a gap"
 CHECKSUMS_KEY = "twinproof.crc32"  # In the metadata of an index, and of a file; see ``checksums``.
 
 # Rectangles that tile a tensor: the one check that no byte is missing and none is written twice.
@@ -175,7 +178,7 @@ def check_tiling(shape: Sequence[int], boxes: Sequence[Box], error: type[Twinpro
     volume = sum(math.prod(box.sizes) for box in filled)
     if volume != math.prod(shape):
         raise error(
-            "chunks leave a gap",
+            CHUNKS_LEAVE_A_GAP,
             got=f"{volume} elements",
             expected=f"{math.prod(shape)} elements of {list(shape)}",
             where=where,
@@ -203,7 +206,6 @@ def _rank_fits(shape: tuple[int, ...], boxes: Sequence[PlainBox]) -> bool:
 
 # Where the tensors of a shard file lie in the global tensors.
 
-SHARDING_KEY = "DCP_SHARDING_INFO"
 _TORCH_ENTRY = re.compile(r'"([^"\\]*)": \{"saved_offsets": \[([0-9]{1,18}(?:, [0-9]{1,18})*)\]\}')
 
 Offsets = tuple[int, ...]
@@ -389,6 +391,7 @@ class Catalog(Mapping[MetadataIndex, StoredChunk]):
     """All tensors of a checkpoint folder or file, the user metadata, and the files in reading order.
 
     ``checksums`` is what the index says of them, as it stands there; ``checksums.expected_sums`` checks it.
+    ``passed_over`` names files beside an index that hold its tensors too.
 
     As a mapping it is what DCP calls storage data: the chunks by tensor name and offsets.
     """
@@ -397,6 +400,7 @@ class Catalog(Mapping[MetadataIndex, StoredChunk]):
     metadata: dict[str, str] = field(default_factory=dict)
     headers: dict[str, Header] = field(default_factory=dict)
     checksums: Any = None
+    passed_over: tuple[str, ...] = ()
 
     def __getitem__(self, index: MetadataIndex) -> StoredChunk:
         record = self.tensors.get(index.fqn)
@@ -438,7 +442,8 @@ def _bits(dtype: str) -> int:
     return {"F4": 8, UNPAIRED_F4: 4}.get(dtype) or DTYPES[dtype][0]
 
 
-def _list_files(path: Path) -> list[Path]:
+def list_files(path: Path) -> list[Path]:
+    """The files of a folder without index. Raises FileNotFoundError, and CorruptionError for a number left out."""
     names = sorted(name for name in os.listdir(path) if name.endswith(SUFFIX) and not name.startswith("."))
     if not names:
         raise FileNotFoundError(f"no safetensors file in {path}")
@@ -549,7 +554,7 @@ def read_catalog(path: str | os.PathLike[str]) -> Catalog:
     Raises:
         FileNotFoundError: nothing there; MissingCheckpointError where its only copy is put aside.
         FormatError: a malformed header, index or sharding information.
-        CorruptionError: files that contradict the index or each other, gaps, overlaps.
+        CorruptionError: files that contradict the index or each other, shards beside an index, gaps, overlaps.
     """
     path, builder = Path(path), _Builder()
     cache: HeaderCache = {}
@@ -558,7 +563,7 @@ def read_catalog(path: str | os.PathLike[str]) -> Catalog:
         check_put_aside(path)
     index = read_index(path) if is_folder else None
     if index is None:
-        for file in _list_files(path) if is_folder else [path]:
+        for file in list_files(path) if is_folder else [path]:
             builder.add_file(str(file), read_header(file, cache), None)
         return builder.finish()
     weight_map = index.weight_map
@@ -570,7 +575,7 @@ def read_catalog(path: str | os.PathLike[str]) -> Catalog:
         wanted[member].add(name)
     for member, header in headers.items():
         builder.add_file(os.path.join(path, member), header, wanted[member])
-    return builder.finish()
+    return with_unlisted(path, builder.finish())
 
 
 # Reading what a catalog lists.

@@ -7,7 +7,7 @@ Block-quantized weights are read as floating point: any slice, in bounded memory
 ``X.weight`` [M, N] of an 8-bit float beside ``X.weight_scale_inv`` [ceil(M / s), ceil(N / s)]; each s x s block is
 multiplied by its scale (DeepSeek-V3, s = 128). *MXFP4*: ``X_blocks`` uint8 [..., G, B], two 4-bit floats a byte, the
 low one first, beside ``X_scales`` uint8 [..., G], powers of two with bias 127 (OCP MX v1.0; gpt-oss); read as [..., 2 G
-B]. Names and layouts are those of torch's ``QuantizedHuggingFaceStorageReader``.
+B]; a scale of 255 makes NaN. Names and layouts are those of torch's ``QuantizedHuggingFaceStorageReader``.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ from twinproof.checkpoint.publish import (
     scatter,
     several_ranks,
 )
+from twinproof.checkpoint.scales import check_plain
 from twinproof.checkpoint.shards import write_shards
 from twinproof.engine import Engine, engine_for, in_mode_of_caller
 from twinproof.errors import (
@@ -607,7 +608,8 @@ class HuggingFaceStorageReader(StorageReader):
     Args:
         path: a folder (HF files with or without an index, or torch's shard folder), or one ``.safetensors`` file.
         thread_count: threads of this rank, also inside one file.
-        cast: allow targets of another dtype, converted as ``Tensor.to`` does; else a mismatch raises.
+        cast: allow targets of another dtype, converted as ``Tensor.to`` does; else a mismatch raises. Weights of few
+            bits that have scales beside them are refused: their numbers are not their values.
         verify_checksums: compare what is loaded with the checkpoint's checksums. A sum is of a whole stored chunk:
             tensors that are read in part are not compared; they are listed in ``unverified``, and logged.
         progress: called with this rank's bytes that were loaded, and all that will be.
@@ -617,6 +619,7 @@ class HuggingFaceStorageReader(StorageReader):
     """
 
     _make_engine: ClassVar[Callable[[], LoadEngine]]
+    _reads_scales = False
     _crc32 = staticmethod(crc32)
 
     def __init_subclass__(cls, *, engine: Callable[[], LoadEngine] | None = None, **options: Any) -> None:
@@ -756,7 +759,7 @@ class HuggingFaceStorageReader(StorageReader):
 
         Raises:
             UnsupportedError: a target without memory of a place for each value: meta, sparse, quantized, expanded; a
-                stored dtype that torch lacks.
+                stored dtype that torch lacks; see ``check_plain``.
             PlanError: shapes or (without ``cast``) dtypes that differ, all at once.
         """
         result, wrong = [], {}
@@ -774,6 +777,8 @@ class HuggingFaceStorageReader(StorageReader):
             _check_places(target, name)
             if target.dtype != stored and not self.cast:
                 wrong[name] = (target.dtype, stored)
+            elif target.dtype != stored:
+                check_plain(self.catalog, name, target.dtype, reads_scales=self._reads_scales)
             if target.size() != item.lengths:
                 raise PlanError(
                     "target and read item differ in shape",
@@ -931,7 +936,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     """A ``StorageReader`` for ``dcp.load`` that gives block-quantized weights as floating point.
 
     A value is its stored number times its scale, rounded to float32 once, then to ``target_dtype``, then to the dtype
-    of the target. Tensors without scales are converted as ``Tensor.to`` does. A scale of MXFP4 that is 255 makes NaN.
+    of the target. Tensors without scales are converted as ``Tensor.to`` does, those with scales of other forms refused.
 
     Args:
         path: a folder or one file, as ``HuggingFaceStorageReader``; no index is needed.
@@ -945,6 +950,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     """
 
     _dequantize: ClassVar[Dequantize]
+    _reads_scales = True
 
     def __init_subclass__(cls, *, dequantize: Dequantize | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from twinproof.checkpoint.dcp import HuggingFaceStorageReader
 from twinproof.checkpoint.format import StrPath, copies_put_aside, local_path
@@ -42,7 +41,7 @@ from twinproof.checkpoint.native import (
     detect_format,
     formats_in,
     load_native,
-    merged,
+    model_states,
     one_of,
     optimizer_states,
     set_model,
@@ -59,6 +58,7 @@ from twinproof.checkpoint.publish import (
     storage_error,
     together,
 )
+from twinproof.checkpoint.whole import check_whole
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
@@ -180,9 +180,11 @@ class CheckpointManager:
 
     Args:
         folder: where ``step-N`` folders are; a relative path is that of the moment when the manager is made.
-        model: the module, or the parts of it that this rank has (pipeline stages), with names of their own.
-        optimizers: one, or one for each part; also any object with ``state_dict`` and ``load_state_dict``, and one
-            optimizer that derives from torch's ``Stateful``, as torchtitan's container: these name their states.
+        model: the module, or the parts of it that this rank has (pipeline stages), with names of their own; an empty
+            list where it has none.
+        optimizers: one, or one for each part that is trained; also any object with ``state_dict`` and
+            ``load_state_dict``, and one optimizer that derives from torch's ``Stateful``, as torchtitan's container:
+            these name their states.
         states: name -> object with ``state_dict`` and ``load_state_dict``: data loader, schedulers, counters. They
             are saved in torch's format alone, which pickles what is no tensor: load it from places you trust.
         interval: steps from one save to the next.
@@ -555,7 +557,7 @@ class CheckpointManager:
     # States.
 
     def _model_state(self) -> State:
-        return merged(get_model_state_dict(part) for part in self._parts)
+        return model_states(self._parts)
 
     def _full_state(self, without: Sequence[str]) -> State:
         # As torchtitan's: names of the model stand beside the other states.
@@ -630,6 +632,11 @@ class CheckpointManager:
         if not policy.load_only:
             _bring_back(policy.folder, aside)
         complete = complete_steps(policy.folder)
+        while True:
+            chosen = max(complete, default=0) if step == -1 else step
+            if chosen not in complete or self._is_there(chosen, complete[chosen]):
+                break
+            del complete[chosen]
         if policy.load_only and (step in aside or (aside and not complete)):
             raise MissingCheckpointError(
                 "the checkpoint is put aside: a crash cut a save short that was replacing it",
@@ -637,15 +644,12 @@ class CheckpointManager:
                 expected="it, renamed back; or a load of a manager that saves, which does so",
                 where=policy.folder,
             )
-        while True:
-            chosen = max(complete, default=0) if step == -1 else step
-            if chosen not in complete or self._cleaner is None or self._cleaner.hold(chosen):
-                break
-            # It has gone since it was seen.
-            del complete[chosen]
         if step != -1 and step not in complete:
             raise MissingCheckpointError(
-                "no complete checkpoint of this step", got=step, expected=sorted(complete), where=policy.folder
+                "no complete checkpoint of this step",
+                got=step,
+                expected=[n for n, kind in sorted(complete.items()) if is_whole(policy.folder / f"step-{n}", kind)],
+                where=policy.folder,
             )
         if complete:
             path, kind, model_only = policy.folder / f"step-{chosen}", complete[chosen], chosen == 0
@@ -667,6 +671,11 @@ class CheckpointManager:
                 where="load",
             )
         return path, kind, model_only
+
+    def _is_there(self, step: int, kind: CheckpointFormat) -> bool:
+        # Held first: nobody is to delete it while its files are looked at. It may have gone since it was seen.
+        is_held = self._cleaner is None or self._cleaner.hold(step)
+        return is_held and is_whole(self.policy.folder / f"step-{step}", kind)
 
     def _load_native(self, path: Path, model_only: bool) -> None:
         def targets() -> tuple[None, State]:
@@ -848,14 +857,14 @@ def _bring_back(folder: Path, aside: Mapping[int, Path]) -> None:
 
 
 def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
-    """Step -> format of every complete checkpoint of a manager's folder.
+    """Step -> format of every checkpoint of a manager's folder that has metadata, or an index and its files.
 
-    A ``step-N`` without metadata or index, or with files missing, is what another program left of a crash: it is no
-    checkpoint, and is logged. Nor is one that somebody deletes meanwhile.
+    A ``step-N`` without is what another program left of a crash: it is no checkpoint, and is logged. Nor is one that
+    somebody deletes meanwhile. Whether files of one that has them were cut short, ``is_whole`` says.
 
     Raises:
         FormatError: a folder of both formats, or with a malformed index: what it holds is for a human to say.
-        StorageError: the folder cannot be read.
+        StorageError: the folder, or a step, cannot be read.
     """
     found: dict[int, CheckpointFormat] = {}
     with named_errors("looking for steps", folder):
@@ -874,7 +883,28 @@ def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
             logger.warning("%s is no complete checkpoint: %s", folder / name, error)
         except FileNotFoundError:
             logger.info("%s was deleted while the checkpoints were looked at", folder / name)
+        except OSError as error:
+            raise storage_error(error, "looking at a step", folder / name) from error
     return found
+
+
+def is_whole(step: Path, kind: CheckpointFormat) -> bool:
+    """Whether a step has all its files, each as long as it is said to be; what it lacks is logged.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        check_whole(step, is_native=kind is CheckpointFormat.DCP)
+    except (CorruptionError, FileNotFoundError) as error:
+        if step.is_dir():
+            logger.warning("%s is no complete checkpoint: %s", step, error)
+        else:
+            logger.info("%s was deleted while the checkpoints were looked at", step)
+        return False
+    except OSError as error:
+        raise storage_error(error, "looking at a step", step) from error
+    return True
 
 
 class _Cleaner:
@@ -952,7 +982,9 @@ class _Cleaner:
     def _clean(self) -> None:
         # First: what a step replaced is no only copy of it as long as the step is there.
         self._hide_left()
-        older = sorted(complete_steps(self.folder))[: -self.keep]
+        found = complete_steps(self.folder)
+        whole = [step for step in sorted(found) if self._counts(step, found)]
+        older = whole[: -self.keep]
         # Looked at in the order in which they change, so that a step is in one of them at every moment.
         kept = self.saving_step, self._saved_step
         for step in (step for step in older if step not in kept):
@@ -974,6 +1006,10 @@ class _Cleaner:
                         shutil.rmtree(self.folder / name)
                 except OSError as error:
                     logger.warning("%s could not be deleted: %s", self.folder / name, error)
+
+    def _counts(self, step: int, found: Mapping[int, CheckpointFormat]) -> bool:
+        # Where none can be too many, nobody need look at their files.
+        return len(found) <= self.keep or is_whole(self.folder / f"step-{step}", found[step])
 
     def _hide_left(self) -> None:
         for path, seen_s in self._left.items():

@@ -58,6 +58,7 @@ from twinproof.checkpoint.publish import (
     several_ranks,
     together,
 )
+from twinproof.checkpoint.whole import check_reaches, reading_metadata, remember
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
@@ -85,7 +86,7 @@ __all__ = [
     "give_back",
     "load_native",
     "load_training",
-    "merged",
+    "model_states",
     "one_of",
     "optimizer_states",
     "save_training",
@@ -97,6 +98,8 @@ T = TypeVar("T")
 State = dict[str, Any]
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+# Of a module that has no states torch says, where it is strict, that they are required.
+_OR_NONE = StateDictOptions(strict=False)
 _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
@@ -223,6 +226,7 @@ class NativeStorageWriter(FileSystemWriter):
             self._sync([NATIVE_METADATA_NAME])
         self.staging.publish(None)
         self.staging = None
+        remember(self.target, metadata)
 
     def discard(self) -> None:
         """Remove what a failed save left; nothing where it succeeded."""
@@ -237,9 +241,10 @@ class NativeStorageReader(FileSystemReader):
     _read: Metadata | None = None
 
     def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
-        """The checkpoint's metadata."""
+        """The checkpoint's metadata. Raises CorruptionError where it was cut short."""
         if self._read is None:
-            self._read = super().read_metadata(*arguments, **options)
+            with reading_metadata(os.path.join(self.path, NATIVE_METADATA_NAME)):
+                self._read = super().read_metadata(*arguments, **options)
         return self._read
 
     def names(self) -> Collection[str]:
@@ -266,7 +271,7 @@ class NativeStorageReader(FileSystemReader):
             info = self.storage_data[item.storage_index]
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in sorted(ends.items()):
-            _check_reaches(os.path.join(self.path, name), end)
+            check_reaches(os.path.join(self.path, name), end)
         return plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -292,22 +297,6 @@ class NativeStorageReader(FileSystemReader):
 _OTHER_BYTES = (EOFError, pickle.UnpicklingError, IndexError, AssertionError, RuntimeError)
 
 
-def _check_reaches(file: str, end_bytes: int) -> None:
-    try:
-        size_bytes = os.stat(file).st_size
-    except FileNotFoundError:
-        raise CorruptionError(
-            "the metadata names a file that is missing", got="no file", expected=f">= {end_bytes} bytes", where=file
-        ) from None
-    if size_bytes < end_bytes:
-        raise CorruptionError(
-            "the file is too short for what the metadata says of it",
-            got=f"{size_bytes} bytes",
-            expected=f">= {end_bytes} bytes",
-            where=file,
-        )
-
-
 class _FillingPlanner(DefaultLoadPlanner):
     """Torch's planner, which demands that the checkpoint has all of what is asked for; see ``check_covered``."""
 
@@ -325,18 +314,24 @@ class _FillingPlanner(DefaultLoadPlanner):
 class OptimizerStates(Stateful):
     """Optimizers as one state whose names are those of the parameters, so that ranks may change between runs.
 
-    A parameter that no step has reached has no states: none are saved, and a load leaves it without.
+    A parameter that no step has reached has no states: none are saved, and a load leaves it without. Parts that are
+    frozen, or have no parameters, need no optimizer.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         is_one_model = len(parts) == 1 and len(optimizers) > 0
+        if not is_one_model and len(optimizers) < len(parts):
+            parts = [part for part in parts if any(param.requires_grad for param in part.parameters())]
         if not is_one_model and len(parts) != len(optimizers):
             raise ConfigError(
-                "each part of the model has one optimizer", got=len(optimizers), expected=len(parts), where="optimizers"
+                "each part of the model that is trained has one optimizer",
+                got=len(optimizers),
+                expected=len(parts),
+                where="optimizers",
             )
         self.pairs = (
             [(parts[0], list(optimizers))]
-            if len(parts) == 1
+            if is_one_model
             else [(part, [optimizer]) for part, optimizer in zip(parts, optimizers, strict=True)]
         )
         self._filled: list[torch.optim.Optimizer] = []
@@ -382,6 +377,8 @@ class OptimizerStates(Stateful):
         """Take what ``targets`` gave; parameters whose states it did not ask for have none."""
         for part, mine in self.pairs:
             flat = _flat(part, mine)
+            if not flat:
+                continue
             for param, keys in _states_of(flat, mine).values():
                 if keys and param is not None and keys[0] not in state_dict:
                     for optimizer in mine:
@@ -420,6 +417,8 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def _flat(part: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
+    if not _params(optimizers):
+        return {}
     with _unstepped(optimizers), _without_empty_groups(optimizers):
         try:
             found: State = get_optimizer_state_dict(part, optimizers, options=_FLAT)
@@ -572,6 +571,11 @@ def merged(dicts: Any) -> State:
     return result
 
 
+def model_states(parts: Iterable[torch.nn.Module]) -> State:
+    """What parts of a model say together. One without states, as a stage of activations or of no rank's, says none."""
+    return merged(get_model_state_dict(part, options=_OR_NONE) for part in parts)
+
+
 def beside(state: State, others: State) -> State:
     """Both, which have no name in common: one would be saved in the other's place. Raises PlanError."""
     taken = sorted(state.keys() & others.keys())
@@ -620,7 +624,7 @@ def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, An
     if type(step) is not int or step < 0:
         raise ConfigError("not a step", got=step, expected="an int >= 0", where="step")
     own = {"optimizer": optimizer_states(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
-    return parts, beside(beside(merged(map(get_model_state_dict, parts)), own), others)
+    return parts, beside(beside(model_states(parts), own), others)
 
 
 def save_training(
@@ -640,9 +644,9 @@ def save_training(
 
     Args:
         path: folder of the checkpoint; one that is there is replaced whole.
-        model: the module, or the parts of it that this rank has.
-        optimizers: a ``torch.optim.Optimizer``, or one for each part. One that derives from torch's ``Stateful``, as
-            torchtitan's container, names its states itself.
+        model: the module, or the parts of it that this rank has; an empty list where it has none.
+        optimizers: a ``torch.optim.Optimizer``, or one for each part that is trained; an empty list for none.
+            One that derives from torch's ``Stateful``, as torchtitan's container, names its states itself.
         step: steps that were trained.
         states: name -> object with ``state_dict`` and ``load_state_dict``: schedulers, data loaders.
         durable: fsync before the checkpoint becomes visible.
@@ -749,7 +753,9 @@ def set_model(model: torch.nn.Module, state: State) -> None:
     Torch gives parameters and buffers alone the names that a wrapper has for them (DDP, ``torch.compile``): what else a
     module saves, as tables that are cut and rows of a store do, was said to be missing.
     """
-    given = {name: state[name] for name in get_model_state_dict(model)}
+    given = {name: state[name] for name in model_states([model])}
+    if not given:
+        return
     renaming = (torch.nn.parallel.DistributedDataParallel, torch._dynamo.eval_frame.OptimizedModule)
     if any(isinstance(each, renaming) for each in model.modules()):
         own, parts = model.state_dict(), dict(model.named_modules())

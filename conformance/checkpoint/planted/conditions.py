@@ -84,12 +84,12 @@ whole_beside_shard = patched(
 )
 hidden_files_count = patched(
     "Hidden files are read.",
-    mutated(f"{_CATALOG}:_list_files", ' and not name.startswith(".")', ""),
+    mutated(f"{_CATALOG}:list_files", ' and not name.startswith(".")', ""),
     kills="CKPT-756",
 )
 every_file_counts = patched(
     "Files of every suffix are read.",
-    mutated(f"{_CATALOG}:_list_files", "name.endswith(SUFFIX) and ", ""),
+    mutated(f"{_CATALOG}:list_files", "name.endswith(SUFFIX) and ", ""),
     kills="CKPT-756",
 )
 large_indices_read = patched(

@@ -6,12 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from conformance.harness import fault, mutated, patched
+from conformance.harness import mutated, patched, swap, wrap
 
 
-@fault(kills="CKPT-889", at="twinproof.checkpoint.publish:Staging._publish_folder")
-def metadata_shown_first(original: Callable[[Any], None], staging: Any) -> None:
-    """A step is shown file by file, its metadata before its data."""
+def _shown_file_by_file(original: Callable[[Any], None], staging: Any) -> None:
     if staging.target.exists():
         original(staging)
         return
@@ -20,6 +18,13 @@ def metadata_shown_first(original: Callable[[Any], None], staging: Any) -> None:
         os.rename(staging.folder / name, staging.target / name)
     staging.folder.rmdir()
 
+
+metadata_shown_first = patched(
+    "A step is shown file by file, its metadata before its data, and loaded without a look at its files.",
+    wrap("twinproof.checkpoint.publish:Staging._publish_folder", _shown_file_by_file),
+    swap("twinproof.checkpoint.manager:is_whole", lambda step, kind: True),
+    kills="CKPT-889",
+)
 
 hidden_stays = patched(
     "What was hidden to be deleted stays.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,11 +117,17 @@ def old_checkpoint_removed_first(original: Any, writer: Any, plans: Any) -> Any:
     return original(writer, plans)
 
 
-@fault(kills="CKPT-439", at=f"{_MANAGER}:complete_steps")
-def kept_by_name(original: Any, folder: Any) -> Any:
-    """Retention counts folders by their names, complete or not, as torchtitan's does."""
+def _by_name(folder: Path) -> dict[int, CheckpointFormat]:
     names = [name for name in os.listdir(folder) if name.startswith("step-")]
     return {int(name.removeprefix("step-")): CheckpointFormat.DCP for name in names}
+
+
+kept_by_name = patched(
+    "Retention counts folders by their names, complete or not, as torchtitan's does.",
+    swap(f"{_MANAGER}:complete_steps", _by_name),
+    swap(f"{_MANAGER}:is_whole", lambda step, kind: True),
+    kills="CKPT-439",
+)
 
 
 @fault(kills="CKPT-439", at=f"{_MANAGER}:_Cleaner._clean")

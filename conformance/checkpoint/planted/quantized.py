@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, mutated, patched
+from conformance.harness import fault, mutated, patched, swap, wrap
 
 _READER = "twinproof.checkpoint.dcp:QuantizedHuggingFaceStorageReader"
 _DEQUANTIZE = "QuantizedHuggingFaceStorageReader._dequantize"
@@ -63,10 +63,15 @@ def scales_unchecked(original: Any, *arguments: Any) -> None:
     """Scales of any shape are taken; blocks without one have whatever memory held."""
 
 
-@fault(kills="CKPT-455", at="twinproof.checkpoint.manager:CheckpointManager._hf_reader")
-def quantized_numbers_taken_as_they_are(original: Any, manager: Any, path: Any) -> Any:
-    """A manager reads the stored numbers without their scales."""
-    return type(manager)._reader(path, 1, cast=True)
+quantized_numbers_taken_as_they_are = patched(
+    "A manager reads the stored numbers without their scales.",
+    wrap(
+        "twinproof.checkpoint.manager:CheckpointManager._hf_reader",
+        lambda original, manager, path: type(manager)._reader(path, 1, cast=True),
+    ),
+    swap("twinproof.checkpoint.dcp:check_plain", lambda *arguments, **options: None),
+    kills="CKPT-455",
+)
 
 
 @fault(kills="CKPT-476", at="QuantizedHuggingFaceStorageReader._load")

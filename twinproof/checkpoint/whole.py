@@ -1,0 +1,203 @@
+"""Whether a checkpoint has all its files, and each as long as it is said to be: no tensor data is read.
+
+Prevents that what a copy has brought in part, or a crash cut short, counts as a checkpoint: retention would delete
+whole ones for it. What was found out is kept, so that the metadata of many steps is not read after each save.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from twinproof.checkpoint.catalog import CHUNKS_LEAVE_A_GAP, list_files, read_catalog, read_index
+from twinproof.checkpoint.format import (
+    HEADER_BYTES_MAX,
+    INDEX_NAME,
+    LENGTH_BYTES,
+    METADATA_KEY,
+    NATIVE_METADATA_NAME,
+    SUFFIX,
+    parse_json_object,
+)
+from twinproof.errors import CorruptionError, FormatError, TwinproofError, UnsupportedError
+
+__all__ = ["check_reaches", "check_whole", "ends_of", "reading_metadata", "remember"]
+
+_Status = tuple[int, int, int]  # Time of change in ns, bytes, inode.
+
+# A few hundred bytes for each file of a checkpoint; of more checkpoints the oldest are read again.
+_KNOWN_MAX = 4096
+_known: OrderedDict[str, tuple[Any, Mapping[str, int]]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def check_whole(folder: Path, *, is_native: bool) -> None:
+    """Demand all files of a checkpoint of torch's format, or of an HF one, each as long as it is said to be.
+
+    What else is wrong with them is for a load to say.
+
+    Raises:
+        CorruptionError: metadata or a file that is missing or cut short, shards with a gap. FormatError: a malformed
+            index. OSError: what cannot be read; FileNotFoundError where the folder has gone.
+    """
+    if is_native:
+        with suppress(UnsupportedError):
+            for name, end in sorted(_native_ends(folder).items()):
+                check_reaches(os.path.join(folder, name), end)
+    else:
+        _check_hf(folder)
+
+
+def check_reaches(file: str, end_bytes: int) -> None:
+    """Demand a file of at least so many bytes. Raises CorruptionError."""
+    try:
+        size_bytes = os.stat(file).st_size
+    except FileNotFoundError:
+        raise CorruptionError(
+            "the metadata names a file that is missing", got="no file", expected=f">= {end_bytes} bytes", where=file
+        ) from None
+    if size_bytes < end_bytes:
+        raise CorruptionError(
+            "the file is too short for what the metadata says of it",
+            got=f"{size_bytes} bytes",
+            expected=f">= {end_bytes} bytes",
+            where=file,
+        )
+
+
+def _known_of(folder: Path, status: Any) -> Mapping[str, int] | None:
+    with _lock:
+        found = _known.get(os.path.abspath(folder))
+    return found[1] if found is not None and found[0] == status else None
+
+
+def _keep(folder: Path, status: Any, ends: Mapping[str, int]) -> None:
+    with _lock:
+        _known[os.path.abspath(folder)] = status, ends
+        _known.move_to_end(os.path.abspath(folder))
+        while len(_known) > _KNOWN_MAX:
+            _known.popitem(last=False)
+
+
+def _status(path: str | os.PathLike[str]) -> _Status:
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+# Torch's format.
+
+
+@contextmanager
+def reading_metadata(where: str) -> Iterator[None]:
+    """What a pickle of the metadata that is none says, by name.
+
+    Raises:
+        CorruptionError: bytes that are no pickle, or not all of one. UnsupportedError: one of what this torch lacks.
+    """
+    try:
+        yield
+    except (OSError, MemoryError, TwinproofError):
+        raise
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            "the metadata has what this version of torch does not know",
+            got=str(error)[:200],
+            expected="the version that saved it, or a later one",
+            where=where,
+        ) from error
+    except Exception as error:
+        raise CorruptionError(
+            "the metadata is cut short, or none",
+            got=f"{type(error).__name__}: {str(error)[:200]}",
+            expected="torch's metadata, whole",
+            where=where,
+        ) from error
+
+
+def ends_of(metadata: Metadata) -> dict[str, int]:
+    """The bytes that each file of a checkpoint has at least, by its path inside. Storage of another kind says none."""
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        if hasattr(info, "relative_path"):
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    return ends
+
+
+def remember(folder: Path, metadata: Metadata) -> None:
+    """Keep what was just saved there, so that nobody has to read it again."""
+    with suppress(OSError):
+        _keep(folder, _status(folder / NATIVE_METADATA_NAME), ends_of(metadata))
+
+
+def _native_ends(folder: Path) -> Mapping[str, int]:
+    path = folder / NATIVE_METADATA_NAME
+    status = _status(path)
+    known = _known_of(folder, status)
+    if known is None:
+        where = os.fspath(path)
+        with open(path, "rb") as file, reading_metadata(where):
+            metadata = pickle.load(file)
+            if not isinstance(metadata, Metadata):
+                got = type(metadata).__name__
+                raise CorruptionError("no metadata of torch's", got=got, expected="Metadata", where=where)
+            known = ends_of(metadata)
+        _keep(folder, status, known)
+    return known
+
+
+# HF's.
+
+
+def _check_hf(folder: Path) -> None:
+    status = {name: _status_of(folder / name) for name in sorted(os.listdir(folder)) if _is_of_hf(name)}
+    if _known_of(folder, status) is not None:
+        return
+    index = read_index(folder)
+    files = list_files(folder) if index is None else [folder / name for name in sorted(set(index.weight_map.values()))]
+    for file in files:
+        check_reaches(os.fspath(file), _end_of_safetensors(file))
+    try:
+        read_catalog(folder)
+    except CorruptionError as error:
+        # Of files that contradict each other a human has to say what they are.
+        if error.message != CHUNKS_LEAVE_A_GAP:
+            return
+        raise
+    except (FormatError, UnsupportedError):
+        return
+    _keep(folder, status, {})
+
+
+def _status_of(path: Path) -> _Status | None:
+    # Of a link to nothing, which the index need not name.
+    with suppress(FileNotFoundError):
+        return _status(path)
+    return None
+
+
+def _is_of_hf(name: str) -> bool:
+    return name == INDEX_NAME or (name.endswith(SUFFIX) and not name.startswith("."))
+
+
+def _end_of_safetensors(file: Path) -> int:
+    """The bytes that a header says its file has; of a malformed one, those of the header."""
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        raw = stream.read(min(length, HEADER_BYTES_MAX))
+    end = LENGTH_BYTES + length
+    if len(raw) < length:
+        return end
+    try:
+        entries = parse_json_object(raw, os.fspath(file))
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != METADATA_KEY]
+        return int(end + max(ends, default=0))
+    except (FormatError, TypeError, KeyError, IndexError, ValueError):
+        return end
