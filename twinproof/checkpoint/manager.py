@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import re
-import shutil
 import threading
 import time
 import uuid
@@ -58,6 +57,7 @@ from twinproof.checkpoint.publish import (
     storage_error,
     together,
 )
+from twinproof.checkpoint.trees import check_unmounted, remove_tree
 from twinproof.checkpoint.whole import check_whole
 from twinproof.errors import (
     ConfigError,
@@ -991,6 +991,7 @@ class _Cleaner:
             name = f"step-{step}"
             hidden = self.folder / f".{name}.deleting-{uuid.uuid4().hex[:12]}"
             try:
+                check_unmounted(self.folder / name)
                 with self._hiding:
                     if step != self._loading_step:
                         os.rename(self.folder / name, hidden)
@@ -1003,7 +1004,7 @@ class _Cleaner:
                         # What somebody moved elsewhere and linked to is theirs to keep.
                         os.unlink(self.folder / name)
                     else:
-                        shutil.rmtree(self.folder / name)
+                        remove_tree(self.folder / name)
                 except OSError as error:
                     logger.warning("%s could not be deleted: %s", self.folder / name, error)
 

@@ -12,8 +12,6 @@ import json
 import logging
 import os
 import re
-import shutil
-import stat
 import sys
 import time
 import uuid
@@ -28,6 +26,15 @@ import torch.distributed as dist
 
 from twinproof.checkpoint.catalog import CHECKSUMS_KEY, read_index
 from twinproof.checkpoint.format import INDEX_NAME, NATIVE_METADATA_NAME, SUFFIX, StrPath, is_checkpoint_name
+from twinproof.checkpoint.trees import (
+    Others,
+    check_listable,
+    check_unmounted,
+    mounts_in,
+    remove_tree,
+    take_after,
+    take_file_modes,
+)
 from twinproof.errors import (
     CheckpointExistsError,
     ConfigError,
@@ -72,7 +79,6 @@ _RENAME_EXCHANGE = 2
 _LAST_NAMES = (INDEX_NAME, NATIVE_METADATA_NAME)
 _AT_FDCWD = -100
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
-_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 
 
 def storage_error(error: OSError, doing: str, path: StrPath) -> StorageError:
@@ -123,9 +129,9 @@ def _write_all(descriptor: int, content: memoryview) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def _create(path: StrPath, pieces: Iterable[bytes | memoryview], *, durable: bool) -> None:
+def _create(path: StrPath, pieces: Iterable[bytes | memoryview], *, durable: bool, mode: int = 0o666) -> None:
     """Create a file with this content. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         for piece in pieces:
             _write_all(descriptor, memoryview(piece))
@@ -140,10 +146,11 @@ def write_file(path: str, pieces: Iterable[bytes | memoryview], *, durable: bool
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex[:12]}")
     try:
-        _create(temporary, pieces, durable=durable)
-        if os.path.isfile(path):
-            # Whoever could not read the old file cannot read the new one.
-            os.chmod(temporary, stat.S_IMODE(os.stat(path).st_mode))
+        is_there = os.path.isfile(path)
+        _create(temporary, pieces, durable=durable, mode=0o600 if is_there else 0o666)
+        if is_there:
+            # Whoever could not read the old file cannot read the new one, nor while it is written.
+            take_after(temporary, path)
         os.rename(temporary, path)
         if durable:
             fsync_path(os.path.dirname(path) or ".")
@@ -226,7 +233,7 @@ def _changed_s(path: StrPath) -> float:
 
 
 def remove_leftover(leftover: Leftover) -> None:
-    """Delete it. Raises StorageError; ConfigError for the only copy of a checkpoint."""
+    """Delete it. Raises StorageError, also where something is mounted inside; ConfigError for the only copy."""
     if leftover.is_needed:
         raise ConfigError(
             "this is the only copy of a checkpoint: rename it back",
@@ -235,7 +242,7 @@ def remove_leftover(leftover: Leftover) -> None:
             where=leftover.path,
         )
     try:
-        shutil.rmtree(leftover.path) if leftover.path.is_dir() else leftover.path.unlink()
+        remove_tree(leftover.path) if leftover.path.is_dir() else leftover.path.unlink()
     except OSError as error:
         raise storage_error(error, "deleting", leftover.path) from error
 
@@ -254,25 +261,6 @@ def warn_of_leftovers(folder: Path, name: str) -> None:
 def _missing_parents(target: Path) -> list[Path]:
     """Folders above the target that do not exist yet, the innermost first: their names must become durable too."""
     return [parent for parent in target.parents if not parent.exists()]
-
-
-def _carry(source: Path, target: Path, sync: Callable[[Path], None]) -> None:
-    """Give ``target`` a second name for a file, or for every file of a folder; copies where links are not possible."""
-    if source.is_dir() and not source.is_symlink():
-        target.mkdir()
-        target.chmod(stat.S_IMODE(source.stat().st_mode))
-        for child in source.iterdir():
-            _carry(child, target / child.name, sync)
-        sync(target)
-        return
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NO_LINK:
-            raise
-        shutil.copy2(source, target, follow_symlinks=False)
-        if stat.S_ISREG(target.lstat().st_mode):
-            sync(target)
 
 
 def _works_in(folder: Path) -> bool:
@@ -320,6 +308,9 @@ class Staging:
                 expected="overwrite=True",
                 where=str(self.target),
             )
+        self._others: Others | None = None
+        # Where the folder that was replaced lies until it is deleted.
+        self._replaced: Path | None = None
         try:
             self.new_parents = _missing_parents(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -327,14 +318,18 @@ class Staging:
             if self.in_place and self.old_names:
                 raise CheckpointExistsError(
                     "a checkpoint in a folder that cannot be renamed cannot be replaced atomically",
-                    got=self.old_names[:5],
-                    expected="no checkpoint there, or another folder",
+                    got=[*self.old_names[:5], *mounts_in(self.target)[:5]],
+                    expected="no checkpoint there and nothing mounted, or another folder",
                     where=str(self.target),
                 )
-            parent, name = (self.target, "") if self.in_place else (self.target.parent, self.target.name)
-            warn_of_leftovers(parent, name)
-            self.folder = parent / f".{name}.saving-{uuid.uuid4().hex[:12]}"
-            self.folder.mkdir()
+            if not self.in_place:
+                self._check_kept()
+            lacking = self._make_folder()
+            if lacking and not self.old_names and os.access(self.target, os.W_OK | os.X_OK):
+                # The folder that was prepared has what a new one cannot be given: nothing is there to be replaced.
+                os.rmdir(self.folder)
+                self.in_place = True
+                lacking = self._make_folder()
         except OSError as error:
             # No call comes behind the one that makes the folder: one that failed would leave it.
             raise (
@@ -342,6 +337,22 @@ class Staging:
                 if isinstance(error, TwinproofError)
                 else storage_error(error, "making the staging folder", self.target)
             ) from error
+
+    def _make_folder(self) -> list[str]:
+        """Make the hidden folder; what it could not be given of the one that it replaces, in words."""
+        parent, name = (self.target, "") if self.in_place else (self.target.parent, self.target.name)
+        warn_of_leftovers(parent, name)
+        self.folder = parent / f".{name}.saving-{uuid.uuid4().hex[:12]}"
+        if self.in_place or not self.target.exists():
+            self.folder.mkdir()
+            return []
+        # Files take the group from the start. Whoever may not look into the old folder may not look into this one.
+        self.folder.mkdir(0o700)
+        try:
+            return take_after(self.folder, self.target, is_private=True)
+        except BaseException:
+            self.discard()
+            raise
 
     def _old_checkpoint(self) -> list[str]:
         if not self.target.exists():
@@ -368,13 +379,23 @@ class Staging:
                 where=str(self.target),
             )
 
+    def _check_kept(self) -> None:
+        # What cannot be kept is told before anything is written, not behind it.
+        try:
+            check_listable(self.target)
+        except OSError as error:
+            doing = "looking into a folder of others, which a save keeps,"
+            raise storage_error(error, doing, error.filename or self.target) from error
+
     def _is_pinned(self) -> bool:
-        # A mount point, or a folder in a parent that we may not write, cannot be renamed. Nor may one in which this
-        # process works: it would go on working in the old one, which is removed.
+        # A mount point, or a folder in a parent that we may not write, cannot be renamed. Nor may one with a mount
+        # inside, which would move along and be deleted at its source, or one in which this process works: it would go
+        # on working in the old one, which is removed.
         if not self.target.exists():
             return False
         parent = self.target.parent
-        is_fixed = os.path.ismount(self.target) or not os.access(parent, os.W_OK | os.X_OK)
+        is_mounted = os.path.ismount(self.target) or bool(mounts_in(self.target))
+        is_fixed = is_mounted or not os.access(parent, os.W_OK | os.X_OK)
         return is_fixed or _works_in(self.target)
 
     def publish(self, index: bytes | None) -> None:
@@ -384,7 +405,8 @@ class Staging:
                 _create(self.folder / INDEX_NAME, [index], durable=self.durable)
             self._publish_in_place() if self.in_place else self._publish_folder()
         except OSError as error:
-            raise storage_error(error, "publishing the checkpoint", self.target) from error
+            named = storage_error(error, "publishing the checkpoint", self.target)
+            raise (error if isinstance(error, TwinproofError) else named) from error
 
     def _sync(self, path: Path) -> None:
         if self.durable:
@@ -393,9 +415,7 @@ class Staging:
     def _publish_folder(self) -> None:
         exists = self.target.exists()
         if exists:
-            self.folder.chmod(stat.S_IMODE(self.target.stat().st_mode))
-            for name in sorted(set(os.listdir(self.target)) - set(self.old_names)):
-                _carry(self.target / name, self.folder / name, self._sync)
+            self._take_over()
         self._sync(self.folder)
         if not exists:
             os.rename(self.folder, self.target)
@@ -403,6 +423,8 @@ class Staging:
             for parent in self.new_parents:
                 self._sync(parent.parent)
         elif _exchange(self.folder, self.target):
+            self._replaced = self.folder
+            self._bring_over(self.folder)
             self._sync(self.target.parent)
             self._drop(self.folder)
         else:
@@ -410,8 +432,29 @@ class Staging:
             previous = self.target.with_name(f".{self.target.name}.previous-{uuid.uuid4().hex[:12]}")
             os.rename(self.target, previous)
             os.rename(self.folder, self.target)
+            self._replaced = previous
+            self._bring_over(previous)
             self._sync(self.target.parent)
             self._drop(previous)
+
+    def _take_over(self) -> None:
+        """Give the new folder what it takes over from the one that it replaces."""
+        # It may have been mounted since the save began.
+        check_unmounted(self.target)
+        take_file_modes(self.folder, self.target, self.old_names)
+        self._others = Others(self.old_names, self._sync)
+        try:
+            self._others.carry(self.target, self.folder)
+        except OSError as error:
+            doing = "publishing the checkpoint beside a file of others"
+            raise storage_error(error, doing, error.filename or self.target) from error
+        lacking = take_after(self.folder, self.target)
+        if lacking:
+            logger.warning("%s is replaced by a folder that cannot be given its %s", self.target, ", ".join(lacking))
+
+    def _bring_over(self, old: Path) -> None:
+        if self._others is not None:
+            self._others.bring_over(old, self.target)
 
     def _publish_in_place(self) -> None:
         names = sorted(os.listdir(self.folder), key=lambda name: (name in _LAST_NAMES, name))
@@ -434,13 +477,19 @@ class Staging:
     def _drop(self, folder: Path) -> None:
         # The new checkpoint is already in force; failing to clear what it leaves must not make the save fail.
         try:
-            shutil.rmtree(folder)
+            remove_tree(folder) if self._others is None else self._others.settle(folder, self.target)
         except OSError as error:
             logger.warning("the replaced checkpoint could not be deleted: %s: %s", folder, error)
 
     def discard(self) -> None:
-        """Remove the staging folder after a failed save."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the staging folder after a failed save; where the new one was shown already, what it replaced."""
+        if self._replaced is not None:
+            self._drop(self._replaced)
+            return
+        try:
+            remove_tree(self.folder)
+        except OSError:
+            return  # The error that ended the save is told.
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from twinproof import regime
 from twinproof.checkpoint.catalog import CHUNKS_LEAVE_A_GAP, list_files, read_catalog, read_index
 from twinproof.checkpoint.format import (
     HEADER_BYTES_MAX,
@@ -34,7 +35,7 @@ __all__ = ["check_reaches", "check_whole", "ends_of", "reading_metadata", "remem
 _Status = tuple[int, int, int]  # Time of change in ns, bytes, inode.
 
 # A few hundred bytes for each file of a checkpoint; of more checkpoints the oldest are read again.
-_KNOWN_MAX = 4096
+_KNOWN_MAX = regime(4096, 2)
 _known: OrderedDict[str, tuple[Any, Mapping[str, int]]] = OrderedDict()
 _lock = threading.Lock()
 

@@ -211,7 +211,9 @@ _REMOVE = "twinproof.checkpoint.publish:remove_leftover"
 
 folders_that_stay_are_deleted = patched(
     "A leftover folder that cannot be deleted is told as deleted.",
-    mutated(_REMOVE, "shutil.rmtree(leftover.path) if", "shutil.rmtree(leftover.path, ignore_errors=True) if"),
+    mutated(
+        _REMOVE, "remove_tree(leftover.path) if", "__import__('shutil').rmtree(leftover.path, ignore_errors=True) if"
+    ),
     kills="CKPT-804",
 )
 files_that_stay_are_deleted = patched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,9 @@ def umask_ignored(original: Any, path: Any, flags: int, mode: int = 0o777, **res
 
 strangers_deleted = patched(
     "Files that are no part of the checkpoint vanish with the old one.",
-    swap("twinproof.checkpoint.publish:_carry", nothing),
+    swap("twinproof.checkpoint.trees:Others.carry", nothing),
+    swap("twinproof.checkpoint.trees:Others.bring_over", nothing),
+    swap("twinproof.checkpoint.trees:Others.settle", lambda _, old, new: shutil.rmtree(old)),
     kills="CKPT-325",
 )
 folders_not_synced = patched(

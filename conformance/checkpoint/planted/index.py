@@ -212,11 +212,11 @@ files_of_other_names_kept = patched(
 
 links_to_folders_become_folders = patched(
     "A link to a folder becomes a folder.",
-    mutated("twinproof.checkpoint.publish:_carry", " and not source.is_symlink()", ""),
+    mutated("twinproof.checkpoint.trees:Others.carry", "if stat.S_ISDIR(status.st_mode):", "if (old / path).is_dir():"),
     kills="CKPT-612",
 )
 modes_of_folders_lost = patched(
     "A folder of others is given the mode of a new one.",
-    mutated("twinproof.checkpoint.publish:_carry", "target.chmod(stat.S_IMODE(source.stat().st_mode))", "pass"),
+    mutated("twinproof.checkpoint.trees:Others.carry", "take_after(new / path, old / path)", "pass"),
     kills="CKPT-612",
 )

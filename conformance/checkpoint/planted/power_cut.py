@@ -10,9 +10,9 @@ from conformance.harness import fault, mutated, patched
 
 
 @fault(kills="CKPT-460", at="twinproof.checkpoint.publish:_create")
-def index_not_synced(original: Any, path: Any, pieces: Any, *, durable: bool) -> None:
+def index_not_synced(original: Any, path: Any, pieces: Any, *, durable: bool, **options: Any) -> None:
     """The index is shown before its bytes are on disk: it may be empty after a power cut."""
-    original(path, pieces, durable=durable and not str(path).endswith(".index.json"))
+    original(path, pieces, durable=durable and not str(path).endswith(".index.json"), **options)
 
 
 @fault(kills="CKPT-460", at="twinproof.checkpoint.publish:Staging._publish_folder")
@@ -62,7 +62,7 @@ previous_one_deleted_first = patched(
 
 copies_not_synced = patched(
     "A file that is copied, where a second name is not possible, is not synced.",
-    mutated("twinproof.checkpoint.publish:_carry", "if stat.S_ISREG(target.lstat().st_mode):", "if False:"),
+    mutated("twinproof.checkpoint.trees:Others._second", "if stat.S_ISREG(status.st_mode):", "if False:"),
     kills="CKPT-605",
 )
 

@@ -42,12 +42,12 @@ working_folder_needed = patched(
 )
 links_followed = patched(
     "What a copied link leads to is synced.",
-    mutated(f"{_PUBLISH}:_carry", "if stat.S_ISREG(target.lstat().st_mode):", "if True:"),
+    mutated("twinproof.checkpoint.trees:Others._second", "if stat.S_ISREG(status.st_mode):", "if True:"),
     kills="CKPT-778",
 )
 any_refusal_is_copied = patched(
     "Files are copied whatever keeps them from a second name.",
-    mutated(f"{_PUBLISH}:_carry", "if error.errno not in _NO_LINK:", "if False:"),
+    mutated("twinproof.checkpoint.trees:Others._second", "if error.errno not in _NO_LINK:", "if False:"),
     kills="CKPT-778",
 )
 cut_headers_parsed = patched(
@@ -200,6 +200,6 @@ pipes_replaced = patched(
 )
 permissions_forgotten = patched(
     "A new file may be read by whoever could not read the old one.",
-    mutated("twinproof.checkpoint.publish:write_file", "if os.path.isfile(path):", "if False:"),
+    mutated("twinproof.checkpoint.publish:write_file", "take_after(temporary, path)", "os.chmod(temporary, 0o644)"),
     kills="CKPT-840",
 )
