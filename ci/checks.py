@@ -18,7 +18,7 @@ import tomllib
 ROOT = Path(__file__).parent.parent
 LINES_MAX = 700
 # What both implementations share is few files, each one thing whole, rather than small ones.
-SHARED_MODULES_MAX, SHARED_LINES_MAX = 38, 1100
+SHARED_MODULES_MAX, SHARED_LINES_MAX = 39, 1100
 # What launchers share; every other header is an algorithm, on which sanitizers run without torch.
 LAUNCHER_HEADERS = ("args.h", "handles.h")
 STEMS = ("kvstore", "pipeline", "offload", "checkpoint")

@@ -23,12 +23,11 @@ from twinproof.checkpoint.native import CheckpointFormat, detect_format, load_tr
 from twinproof.checkpoint.plan import (
     Arrangement,
     GlobalPlan,
-    HuggingFaceLoadPlanner,
-    HuggingFaceSavePlanner,
     SaveJob,
     WriterOptions,
     exported_dtype,
 )
+from twinproof.checkpoint.planners import HuggingFaceLoadPlanner, HuggingFaceSavePlanner
 from twinproof.checkpoint.publish import StagedFolder, gather_first
 from twinproof.errors import CorruptionError
 

@@ -533,7 +533,6 @@ class _Giving(DefaultSavePlanner):
     "CKPT-763",
     "A save whose planner gives another shape or dtype than it planned MUST fail by the tensor's name, and leave "
     "nothing.",
-    needs=NEEDS,
 )
 def test_other_data_than_planned(checkpoint: Any, tmp_path: Path) -> None:
     for given in (torch.ones(4), torch.ones(2, 2), torch.ones(3).double(), torch.ones(3).int(), torch.ones(())):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from conformance.checkpoint.cases import load_ranks, mesh_of, save_ranks
 from conformance.harness import Rank, assert_equal, assert_le, requirement, succeeds
-from twinproof.checkpoint import catalog, plan
+from twinproof.checkpoint import catalog, planners
 from twinproof.errors import PlanError
 
 
@@ -90,7 +90,7 @@ def _packed(rank: Rank, path: str, factor: int) -> list[int]:
     """How often the blocks of a packed shard of so many blocks were looked for, by a save and by a load."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    checkpoint, counts, own = rank.component("checkpoint"), [0, 0], plan.local_boxes
+    checkpoint, counts, own = rank.component("checkpoint"), [0, 0], planners.local_boxes
     full = torch.arange(4.0 * factor).reshape(2 * factor, 2)
     local = torch.cat([block[rank.rank : rank.rank + 1] for block in full.chunk(factor)])
     given: dict[str, Any] = {"shape": full.shape, "stride": full.stride(), "run_check": False}
@@ -103,7 +103,7 @@ def _packed(rank: Rank, path: str, factor: int) -> list[int]:
         counts[number] += 1
         return own(tensor)
 
-    with mock.patch.object(plan, "local_boxes", counted):
+    with mock.patch.object(planners, "local_boxes", counted):
         number = 0
         save_ranks(rank, {"qkv": value}, Path(path), planner=checkpoint.HuggingFaceSavePlanner())
         number = 1

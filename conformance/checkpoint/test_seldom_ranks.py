@@ -33,13 +33,13 @@ from conformance.checkpoint.cases import (
     save_ranks,
     zeros_like,
 )
-from conformance.checkpoint.trainer import Trainer
+from conformance.checkpoint.trainer import Said, Trainer
 from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_same_tensor, raises, requirement, succeeds
 from conformance.harness.raising import errors_inside
 from conformance.provers.ranks import RankPool
 from twinproof.checkpoint import manager as manager_module
 from twinproof.checkpoint.groups import group_to_save_in, idle_count
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, MissingKeyError
 
 
 def _shares(full: torch.Tensor, mesh: list[int], where: tuple[int, ...], places: list[Placement]) -> torch.Tensor:
@@ -562,3 +562,73 @@ def _load_adapted(rank: Rank, path: str) -> None:
 def test_adapters_that_fail(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     save(checkpoint, Trainer(2).weights(), tmp_path / "ck")
     rank_pool.run(_load_adapted, 2, str(tmp_path))
+
+
+def _on_first(rank: Rank, full: torch.Tensor) -> Any:
+    """A tensor of which the first rank has all, and another has no shard, as of a table that is not cut."""
+    mine = [LocalShard.from_tensor_and_offsets(full.clone(), [0, 0], 0)] if rank.rank == 0 else []
+    return init_from_local_shards(mine, *full.shape)
+
+
+def _values_of(table: Any) -> list[Any]:
+    return [shard.tensor.tolist() for shard in table.local_shards()]
+
+
+def _without_shards(rank: Rank, path: str) -> None:
+    checkpoint, full, model = rank.component("checkpoint"), torch.arange(6.0).view(3, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+    def states(table: torch.Tensor, epoch: int) -> dict[str, Any]:
+        said = {"t": _on_first(rank, table), "many": [_on_first(rank, table), torch.full((2,), float(epoch))]}
+        return {"table": Said(said), "plain": Said({"epoch": epoch})}
+
+    def loaded(way: str) -> dict[str, Any]:
+        target, where = states(torch.zeros(3, 2), 0), f"{way}, rank {rank.rank}"
+        with succeeds("a load", where=where):
+            if way == "load_training":
+                checkpoint.load_training(Path(path) / "step-1", model, optimizer, states=target)
+            else:
+                given = {"optimizers": optimizer, "states": {**target, "train_state": Said({"step": torch.tensor(0)})}}
+                with checkpoint.CheckpointManager(path, model=model, interval=1, **given) as manager:
+                    manager.load()
+        return target
+
+    checkpoint.save_training(Path(path) / "step-1", model, optimizer, 1, states=states(full, 3), durable=False)
+    mine = [full.tolist()] if rank.rank == 0 else []
+    for way in ("load_training", "a manager"):
+        found = loaded(way)
+        table, (listed, beside) = found["table"].said["t"], found["table"].said["many"]
+        assert_equal([_values_of(table), _values_of(listed)], [mine, mine], where=f"{way}, rank {rank.rank}")
+        assert_equal(beside.tolist(), [3.0, 3.0], where=f"{way}: beside it")
+        assert_equal(found["plain"].said, {"epoch": 3}, where=f"{way}: without a tensor")
+
+
+@requirement(
+    "CKPT-947",
+    "A ShardedTensor of which a rank has no shard MUST be loaded by load_training and a manager, in a list and by "
+    "itself, with all that is beside it, states without a tensor included.",
+)
+def test_ranks_without_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_without_shards, 2, str(tmp_path))
+
+
+def _asked_without_shards(rank: Rank, path: str) -> None:
+    planner = rank.component("checkpoint").HuggingFaceLoadPlanner
+    full, folder = torch.arange(6.0).view(3, 2), Path(path)
+    save_ranks(rank, {"t": _on_first(rank, full), "b": torch.ones(2)}, folder)
+    for is_flat in (True, False):
+        asking, target = planner(flatten_state_dict=is_flat), _on_first(rank, torch.zeros(3, 2))
+        load_ranks(rank, {"t": target, "b": torch.zeros(2)}, folder, planner=asking)
+        assert_equal(asking.unexpected_keys, [], where=f"what was not asked for, flat {is_flat}, rank {rank.rank}")
+        assert_equal(_values_of(target), [full.tolist()][rank.rank :], where=f"rank {rank.rank}")
+    with raises(MissingKeyError, mentions=("u",), where=f"a name that is not there, rank {rank.rank}"):
+        load_ranks(rank, {"u": _on_first(rank, full)}, folder, planner=planner())
+
+
+@requirement(
+    "CKPT-948",
+    "HuggingFaceLoadPlanner MUST take a ShardedTensor of which a rank has no shard for one that this rank asks for: "
+    "it is not unexpected, and is missing on every rank where the checkpoint lacks it.",
+)
+def test_asked_without_shards(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_asked_without_shards, 2, str(tmp_path / "ck"))

@@ -36,6 +36,7 @@ from twinproof.checkpoint import dcp
 from twinproof.checkpoint.catalog import Part, joined
 from twinproof.checkpoint.format import check_storable
 from twinproof.checkpoint.plan import GlobalPlan, SaveJob, exported_dtype
+from twinproof.checkpoint.planners import check_planned
 from twinproof.checkpoint.publish import StagedFolder, rank_count_of
 from twinproof.errors import PlanError
 
@@ -168,14 +169,7 @@ def _source(item: WriteItem, job: SaveJob) -> Source:
     value = job.planner.resolve_data(item)
     assert isinstance(value, torch.Tensor)
     check_storable(value, item.index.fqn)
-    if tuple(value.shape) != tuple(data.chunk.sizes) or value.dtype != data.properties.dtype:
-        got = f"{value.dtype} {list(value.shape)}"
-        raise PlanError(
-            "the data is not what was planned",
-            got=got,
-            expected=f"{data.properties.dtype} {list(data.chunk.sizes)}",
-            where=item.index.fqn,
-        )
+    check_planned(item, value)
     return Source(value, exported_dtype(item.index.fqn, value.dtype, job.options))
 
 

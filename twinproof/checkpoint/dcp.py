@@ -66,9 +66,8 @@ from twinproof.checkpoint.catalog import (
 from twinproof.checkpoint.format import (
     INDEX_NAME,
     StrPath,
-    has_memory,
+    check_fillable,
     local_path,
-    overlaps_itself,
     torch_dtype,
     waited,
 )
@@ -79,6 +78,7 @@ from twinproof.checkpoint.plan import (
     SaveEngine,
     SaveJob,
     StorageInfo,
+    Told,
     WriterOptions,
     arrange,
     check_count,
@@ -91,7 +91,9 @@ from twinproof.checkpoint.plan import (
     exported_dtype,
     held_by_several,
     staged,
+    told_by_ranks,
 )
+from twinproof.checkpoint.planners import check_blocks
 from twinproof.checkpoint.publish import (
     StagedFolder,
     Staging,
@@ -174,6 +176,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
     Raises:
         ConfigError: an option, or a combination, that cannot be honoured; one that rank 0 of a save does not have,
             before anything is written. DistributedError: another rank refused one of its own.
+        PlanError: gaps, overlaps, ranks with different tensors under one name, parts that are not what was planned.
     """
 
     _make_engine: ClassVar[Callable[[], SaveEngine]]
@@ -369,11 +372,12 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what the format cannot hold, on every rank, before any file exists.
 
-        What the engine announces travels in ``storage_data``, which torch's removal of duplicates leaves alone.
+        What this rank has ``Told`` travels in ``storage_data``, which torch's removal of duplicates leaves alone.
         """
         check_local_plan(plan)
         self.local_items, self._is_placeholder = plan.items, not plan.usable
-        return SavePlan(plan.items, self._engine.announce(plan.items), plan.planner_data, plan.usable)
+        told = Told(self._engine.announce(plan.items), plan.items)
+        return SavePlan(plan.items, told, plan.planner_data, plan.usable)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check the run's shape and lay out the checkpoint, on the coordinator only; each rank gets its own items."""
@@ -396,7 +400,7 @@ class HuggingFaceStorageWriter(StorageWriter, AsyncStager):
         # With plan caching the planner hands out placeholders; the real plans are then taken in write_data.
         usable = all(plan.usable for plan in plans)
         self.arrangement = arrange(plans, self.options) if usable else None
-        self._announced = [plan.storage_data or b"" for plan in plans] if usable else ()
+        self._announced = [told.announced or b"" for told in told_by_ranks(plans)] if usable else ()
         return [SavePlan(plan.items, None, plan.planner_data, plan.usable) for plan in plans]
 
     def arranged(self, planner: SavePlanner) -> Arrangement:
@@ -720,10 +724,12 @@ class HuggingFaceStorageReader(StorageReader):
         """Fill every target in place; nothing is written before all targets were checked.
 
         Raises:
+            PlanError: a packed strided shard, under a planner that takes it for one block; see ``targets``.
             StorageError. CorruptionError: a file was cut short or replaced meanwhile, or bytes do not agree with their
                 checksums; targets may then hold anything. ConfigError: ``verify_checksums``, and there are none.
         """
         begun_s = time.perf_counter()
+        check_blocks(plan, planner)
         if self.verify_checksums:
             check_present(self.catalog, self.path)
         targets = self.targets(plan, planner)
@@ -774,7 +780,7 @@ class HuggingFaceStorageReader(StorageReader):
                 got = self.catalog.tensors[name].dtype if stored is None else "meta target"
                 where, expected = self.catalog.where(name), "a dtype of torch's, and a target with memory"
                 raise UnsupportedError("this tensor cannot be loaded", got=got, expected=expected, where=where)
-            _check_places(target, name)
+            check_fillable(target, name)
             if target.dtype != stored and not self.cast:
                 wrong[name] = (target.dtype, stored)
             elif target.dtype != stored:
@@ -810,26 +816,6 @@ def _holding(item: ReadItem, chunks: Iterable[Chunk]) -> Chunk:
         raise PlanError("the checkpoint has no chunk at this offset", got=at, expected=expected, where=index.fqn)
     got = f"offsets {tuple(begin)}, lengths {tuple(lengths)}"
     raise PlanError("beyond the chunk at this offset", got=got, expected=too_small.sizes, where=index.fqn)
-
-
-def _check_places(target: torch.Tensor, name: str) -> None:
-    if target.layout != torch.strided or target.is_quantized:
-        got, expected = f"{target.dtype}, layout {target.layout}", "strided, and not quantized"
-        raise UnsupportedError("a target without dense memory cannot be filled", got=got, expected=expected, where=name)
-    # What a wrapper is asked for may be a copy of what it wraps: it would be filled, and forgotten.
-    if not has_memory(target):
-        got, expected = f"{type(target).__name__} {list(target.shape)}", "a plain tensor, or what the wrapper wraps"
-        raise UnsupportedError(
-            "a target without memory of its own cannot be filled", got=got, expected=expected, where=name
-        )
-    # Values would overwrite each other, in an order that nobody knows.
-    if overlaps_itself(target):
-        raise UnsupportedError(
-            "the target holds several values in one place of memory",
-            got=f"shape {list(target.shape)}, strides {list(target.stride())}",
-            expected="a place for each value: a clone of it",
-            where=name,
-        )
 
 
 PIECE_BYTES = regime(
@@ -989,6 +975,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill every target in place; nothing is written before all targets were checked."""
+        check_blocks(plan, planner)
         mine = [item for item in plan.items if item.storage_index.fqn in self.quantized]
         plain = dataclasses.replace(plan, items=[i for i in plan.items if i.storage_index.fqn not in self.quantized])
         targets = [(item, self._target(item, planner)) for item in mine]
@@ -1019,7 +1006,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             raise UnsupportedError(
                 "a quantized tensor is read as floating point", got=got, expected=expected, where=name
             )
-        _check_places(target, name)
+        check_fillable(target, name)
         if target.size() != item.lengths:
             raise PlanError(
                 "target and read item differ in shape",

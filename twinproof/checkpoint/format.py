@@ -46,6 +46,7 @@ __all__ = [
     "StrPath",
     "as_bits",
     "buffer_of",
+    "check_fillable",
     "check_put_aside",
     "check_storable",
     "check_unchanged",
@@ -405,6 +406,27 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     for stride, size in dims:
         places = (places[:, None] + stride * torch.arange(size, device="cpu")).flatten()
     return bool((places.sort().values.diff() == 0).any())
+
+
+def check_fillable(target: torch.Tensor, name: str) -> None:
+    """Demand a target with a place in memory of its own for each value. Raises UnsupportedError."""
+    if target.layout != torch.strided or target.is_quantized:
+        got, expected = f"{target.dtype}, layout {target.layout}", "strided, and not quantized"
+        raise UnsupportedError("a target without dense memory cannot be filled", got=got, expected=expected, where=name)
+    # What a wrapper is asked for may be a copy of what it wraps: it would be filled, and forgotten.
+    if not has_memory(target):
+        got, expected = f"{type(target).__name__} {list(target.shape)}", "a plain tensor, or what the wrapper wraps"
+        raise UnsupportedError(
+            "a target without memory of its own cannot be filled", got=got, expected=expected, where=name
+        )
+    # Values would overwrite each other, in an order that nobody knows.
+    if overlaps_itself(target):
+        raise UnsupportedError(
+            "the target holds several values in one place of memory",
+            got=f"shape {list(target.shape)}, strides {list(target.stride())}",
+            expected="a place for each value: a clone of it",
+            where=name,
+        )
 
 
 def dense_bytes(tensor: torch.Tensor) -> torch.Tensor:

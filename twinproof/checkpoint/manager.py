@@ -47,6 +47,7 @@ from twinproof.checkpoint.native import (
     told_by,
 )
 from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory
+from twinproof.checkpoint.planners import FillingPlanner, HuggingFaceSavePlanner
 from twinproof.checkpoint.publish import (
     all_or_none,
     changed_s,
@@ -494,7 +495,7 @@ class CheckpointManager:
             self._cleaner.saving_step = step
         if self.policy.async_mode == "disabled":
             try:
-                dcp.save(state, storage_writer=writer, process_group=self._group)
+                dcp.save(state, storage_writer=writer, planner=HuggingFaceSavePlanner(), process_group=self._group)
             except BaseException:
                 self._failed(writer)
                 raise
@@ -502,7 +503,13 @@ class CheckpointManager:
         else:
             stager = _StagedTogether(writer if self._stager is None else self._stager, self._group)
             try:
-                response = dcp.async_save(state, storage_writer=writer, process_group=self._group, async_stager=stager)
+                response = dcp.async_save(
+                    state,
+                    storage_writer=writer,
+                    planner=HuggingFaceSavePlanner(),
+                    process_group=self._group,
+                    async_stager=stager,
+                )
             except BaseException:
                 self._failed(writer)
                 raise
@@ -692,7 +699,7 @@ class CheckpointManager:
             return names, targets, reader
 
         names, targets, reader = together(begun, self._group)
-        dcp.load(targets, storage_reader=reader, process_group=self._group)
+        dcp.load(targets, storage_reader=reader, planner=FillingPlanner(), process_group=self._group)
         together(lambda: self._set_model(self._from_hf(targets, names)), self._group)
 
     def _to_hf(self, state: State) -> State:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -47,7 +46,8 @@ from twinproof.checkpoint.format import (
     check_put_aside,
     local_path,
 )
-from twinproof.checkpoint.plan import check_covered, check_told, staged, with_memory
+from twinproof.checkpoint.plan import check_told, staged, with_memory
+from twinproof.checkpoint.planners import FillingPlanner, HuggingFaceSavePlanner
 from twinproof.checkpoint.publish import (
     Staging,
     fsync_path,
@@ -295,17 +295,6 @@ class NativeStorageReader(FileSystemReader):
 
 # What torch says, without a name, of bytes that are no tensor's, and of a tensor of another shape.
 _OTHER_BYTES = (EOFError, pickle.UnpicklingError, IndexError, AssertionError, RuntimeError)
-
-
-class _FillingPlanner(DefaultLoadPlanner):
-    """Torch's planner, which demands that the checkpoint has all of what is asked for; see ``check_covered``."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """As torch plans it."""
-        plan: LoadPlan = super().create_local_plan()
-        assert self.metadata is not None
-        check_covered(plan, self.state_dict, self.metadata.state_dict_metadata)
-        return plan
 
 
 # Model, optimizer and step together.
@@ -653,7 +642,8 @@ def save_training(
         process_group: the ranks that save; None is all.
 
     Raises:
-        ConfigError: something else was given. PlanError: two states of one name. CheckpointException: torch's.
+        ConfigError: something else was given. PlanError: two states of one name. CheckpointException: torch's; with a
+            PlanError where ranks have different tensors under one name, or parts of other shapes than they say.
     """
 
     def begun() -> tuple[State, NativeStorageWriter]:
@@ -663,7 +653,7 @@ def save_training(
 
     state, writer = together(begun, several_ranks(process_group))
     try:
-        dcp.save(state, storage_writer=writer, process_group=process_group)
+        dcp.save(state, storage_writer=writer, planner=HuggingFaceSavePlanner(), process_group=process_group)
     except BaseException:
         writer.discard()
         raise
@@ -736,7 +726,7 @@ def load_native(
             common = set.intersection(*map(set, gather(rest, group)))
             lost = [*(name for name in rest if name in common), *unlike]
             asked = together(lambda: with_places(asked, lost, reader.read_metadata(), state), group)
-        dcp.load(asked, storage_reader=reader, planner=_FillingPlanner(), process_group=process_group)
+        dcp.load(asked, storage_reader=reader, planner=FillingPlanner(), process_group=process_group)
         loaded = together(taken, group)
         together(lambda: give_back(state, loaded), group)
     except BaseException:

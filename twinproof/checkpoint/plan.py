@@ -1,50 +1,38 @@
 """From state dicts to final files: what each rank takes of its own, and at which offset of which file it will lie.
 
-The planners do what DCP's defaults lack: packed strided shards, complete lists of errors, reported extras. The default
-planners work with our writers and readers too. Headers and offsets are a pure function of the global plan, so nothing
-is written twice. What is to be done with the plan is a ``SaveEngine``'s business. Sizes of files are split as
-huggingface_hub splits them.
+Headers and offsets are a pure function of the global plan, so nothing is written twice. What is to be done with the
+plan is a ``SaveEngine``'s business. Sizes of files are split as huggingface_hub splits them.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import math
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
     SavePlan,
     SavePlanner,
-    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
@@ -62,12 +50,11 @@ from twinproof.checkpoint.format import (
     lay_out,
     local_path,
 )
+from twinproof.checkpoint.planners import check_agreed, check_planned
 from twinproof.checkpoint.publish import StagedFolder, from_first, gather_first
 from twinproof.errors import (
     ConfigError,
-    CorruptionError,
     DistributedError,
-    MissingKeyError,
     PlanError,
     UnsupportedError,
     check_flags,
@@ -80,17 +67,15 @@ __all__ = [
     "Export",
     "GlobalPlan",
     "GlobalTensor",
-    "HuggingFaceLoadPlanner",
-    "HuggingFaceSavePlanner",
     "SaveEngine",
     "SaveJob",
     "Stageable",
     "StorageInfo",
+    "Told",
     "WriterOptions",
     "arrange",
     "assign_files",
     "check_count",
-    "check_covered",
     "check_item_count",
     "check_local_plan",
     "check_mapping",
@@ -100,320 +85,12 @@ __all__ = [
     "chunk_keys",
     "exported_dtype",
     "held_by_several",
-    "local_boxes",
     "parse_size",
     "staged",
+    "told_by_ranks",
 ]
 
 logger = logging.getLogger("twinproof.checkpoint")
-
-
-_Run = tuple[int, int]  # Consecutive indices of one dimension: the first, and how many.
-
-
-def _runs(size: int, dim: int, tensor: DTensor) -> list[_Run]:
-    # Which indices of one dimension are local: apply each placement to 0..size-1, outermost mesh dimension first.
-    held = [(0, size)] if size else []
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if not placement.is_shard(dim) and not _is_strided(placement, dim):
-            continue
-        ways, mine = tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim]
-        # A strided shard cuts into split_factor parts first and takes its share of every part, as torch.chunk does.
-        count = sum(length for _, length in held)
-        part = -(-count // getattr(placement, "split_factor", 1))
-        shares = []
-        for begin in range(0, count, part) if count else ():
-            end = min(begin + part, count)
-            share = -(-(end - begin) // ways)
-            shares.append((min(begin + mine * share, end), min(begin + (mine + 1) * share, end)))
-        held = _taken(held, shares)
-    return held
-
-
-def _taken(held: Sequence[_Run], shares: Iterable[tuple[int, int]]) -> list[_Run]:
-    """What lies at positions [low, high) of these runs, one behind the other; shares ascend."""
-    result: list[_Run] = []
-    rest, start = iter(held), 0
-    first, count = next(rest, (0, 0))
-    for low, high in shares:
-        while low < high:
-            if start + count <= low:
-                start += count
-                first, count = next(rest)
-                continue
-            upto, at = min(high, start + count), first + low - start
-            if result and sum(result[-1]) == at:
-                at, low = result[-1][0], low - result.pop()[1]
-            result.append((at, upto - low))
-            low = upto
-    return result
-
-
-def _is_strided(placement: Any, dim: int) -> bool:
-    return type(placement).__name__ == "_StridedShard" and placement.dim == dim
-
-
-def local_boxes(tensor: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
-    """Rectangles of the global tensor that this rank holds, each with its offsets inside the local tensor."""
-    result: list[tuple[list[int], list[int], list[int]]] = [([], [], [])]
-    for dim, size in enumerate(tensor.shape):
-        runs = _runs(size, dim, tensor)
-        positions = [0, *accumulate(count for _, count in runs)][: len(runs)]
-        result = [
-            ([*o, first], [*z, count], [*p, position])
-            for o, z, p in result
-            for (first, count), position in zip(runs, positions, strict=True)
-        ]
-    return [(Box(tuple(o), tuple(z)), tuple(p)) for o, z, p in result]
-
-
-_Blocks = dict[tuple[int, ...], tuple[Box, tuple[int, ...]]]
-
-
-class _PackedShards:
-    """Shards made of several blocks, by name: their blocks by offsets, with their offsets in the local tensor.
-
-    A planner asks for them once for each of its tensors' blocks, and they are found once a plan.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, _Blocks] = {}
-
-    def blocks(self, fqn: str, value: Any) -> _Blocks:
-        """Those of a shard; none of any other value."""
-        if not isinstance(value, DTensor) or not any(type(p).__name__ == "_StridedShard" for p in value.placements):
-            return {}
-        if fqn not in self._known:
-            found = local_boxes(value) if value.device_mesh.get_coordinate() is not None else []
-            self._known[fqn] = {box.offsets: (box, at) for box, at in found} if len(found) > 1 else {}
-        return self._known[fqn]
-
-    def part(self, fqn: str, value: Any, offset: torch.Size | None) -> torch.Tensor | None:
-        """The local memory of one block; None where a value is not made of several. Raises PlanError."""
-        blocks, at = self.blocks(fqn, value), tuple(offset or ())
-        if not blocks:
-            return None
-        if at not in blocks:
-            raise PlanError("this rank holds no such chunk", got=at, expected="the offsets of one it holds", where=fqn)
-        box, position = blocks[at]
-        local: torch.Tensor = value.to_local()
-        return local[tuple(slice(p, p + s) for p, s in zip(position, box.sizes, strict=True))]
-
-
-class HuggingFaceSavePlanner(DefaultSavePlanner):
-    """DefaultSavePlanner that also saves shards made of several disjoint blocks (packed QKV or expert weights).
-
-    Args:
-        flatten_state_dict, flatten_sharded_tensors, dedup_save_to_lowest_rank: as there.
-        dedup_replicated_tensors, enable_plan_caching: only their defaults.
-
-    Raises:
-        ConfigError: what this planner does not do.
-    """
-
-    def __init__(
-        self,
-        flatten_state_dict: bool = True,
-        flatten_sharded_tensors: bool = True,
-        dedup_replicated_tensors: bool | None = None,
-        dedup_save_to_lowest_rank: bool = False,
-        enable_plan_caching: bool = False,
-    ) -> None:
-        check_flags(
-            flatten_state_dict=flatten_state_dict,
-            flatten_sharded_tensors=flatten_sharded_tensors,
-            dedup_replicated_tensors=dedup_replicated_tensors,
-            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
-            enable_plan_caching=enable_plan_caching,
-        )
-        if enable_plan_caching:
-            raise ConfigError(
-                "this planner does not cache plans", got=True, expected=False, where="enable_plan_caching"
-            )
-        if dedup_replicated_tensors is not None:
-            # Torch takes it, warns, and does nothing with it.
-            got, expected = dedup_replicated_tensors, "dedup_save_to_lowest_rank"
-            raise ConfigError(
-                "replicas are always stored once", got=got, expected=expected, where="dedup_replicated_tensors"
-            )
-        super().__init__(flatten_state_dict, flatten_sharded_tensors, None, dedup_save_to_lowest_rank)
-        self._shards = _PackedShards()
-
-    def create_local_plan(self) -> SavePlan:
-        """One write item per block of a packed shard; everything else as torch plans it."""
-        self._shards = _PackedShards()
-        packed = {fqn: value for fqn, value in self.state_dict.items() if self._shards.blocks(fqn, value)}
-        plan = super().create_local_plan()
-        if not packed:
-            return plan
-        items = [item for item in plan.items if item.index.fqn not in packed]
-        for fqn, value in packed.items():
-            properties = TensorProperties.create_from_tensor(value.to_local())
-            for box, _ in self._shards.blocks(fqn, value).values():
-                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                data = TensorWriteData(chunk=chunk, properties=properties, size=value.size())
-                items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        self.plan = dataclasses.replace(plan, items=items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The local data of a write item."""
-        part = self._shards.part(index.fqn, self.state_dict.get(index.fqn), index.offset)
-        return super().lookup_object(index) if part is None else part
-
-
-class HuggingFaceLoadPlanner(DefaultLoadPlanner):
-    """DefaultLoadPlanner that checks every name and shape before anything is read.
-
-    Args:
-        flatten_state_dict, flatten_sharded_tensors: as there.
-        allow_partial_load: leave targets untouched whose names the checkpoint lacks; else raise.
-        strict: the same, the other way round; None follows ``allow_partial_load``.
-
-    Attributes:
-        missing_keys: names in the target that the checkpoint lacks.
-        unexpected_keys: names in the checkpoint that the target lacks; logged as one warning.
-
-    Raises:
-        ConfigError: ``strict`` together with ``allow_partial_load``.
-        MissingKeyError: all missing names at once, with ``strict``.
-        PlanError: shapes that differ, all at once. CorruptionError: targets of which the checkpoint lacks a part.
-    """
-
-    def __init__(
-        self,
-        flatten_state_dict: bool = True,
-        flatten_sharded_tensors: bool = True,
-        allow_partial_load: bool = False,
-        *,
-        strict: bool | None = None,
-    ) -> None:
-        check_flags(
-            flatten_state_dict=flatten_state_dict,
-            flatten_sharded_tensors=flatten_sharded_tensors,
-            allow_partial_load=allow_partial_load,
-            strict=strict,
-        )
-        if strict and allow_partial_load:
-            raise ConfigError("a strict load is no partial one", got="both", expected="one", where="allow_partial_load")
-        self.strict = not allow_partial_load if strict is None else strict
-        super().__init__(flatten_state_dict, flatten_sharded_tensors, not self.strict)
-        self.missing_keys: list[str] = []
-        self.unexpected_keys: list[str] = []
-        self._shards = _PackedShards()
-
-    def create_local_plan(self) -> LoadPlan:
-        """Read items for this rank's part of the state dict."""
-        saved: dict[str, Any] = self.metadata.state_dict_metadata if self.metadata is not None else {}
-        self.missing_keys = sorted(self.state_dict.keys() - saved.keys())
-        self.unexpected_keys = sorted(saved.keys() - self.state_dict.keys())
-        if self.unexpected_keys:
-            logger.warning(
-                "the checkpoint holds %d names that were not asked for: %s",
-                len(self.unexpected_keys),
-                ", ".join(self.unexpected_keys[:20]),
-            )
-        if self.strict and self.missing_keys:
-            expected = "names of the checkpoint, or allow_partial_load=True"
-            raise MissingKeyError(
-                "names are not in the checkpoint", got=self.missing_keys, expected=expected, where="state_dict"
-            )
-        wrong = {
-            fqn: (tuple(value.size()), tuple(saved[fqn].size))
-            for fqn, value in self.state_dict.items()
-            if isinstance(value, torch.Tensor)
-            and isinstance(saved.get(fqn), TensorStorageMetadata)
-            and value.size() != saved[fqn].size
-        }
-        if wrong:
-            raise PlanError("shapes differ, as (target, saved)", got=wrong, expected="equal shapes", where="state_dict")
-        self._shards = _PackedShards()
-        packed = {fqn for fqn, value in self.state_dict.items() if fqn in saved and self._shards.blocks(fqn, value)}
-        plan = super().create_local_plan()
-        plan.items = [item for item in plan.items if item.dest_index.fqn not in packed]
-        chunks = {fqn: self._packed_chunks(fqn) for fqn in sorted(packed)}
-        for fqn, wanted in chunks.items():
-            plan.items += create_read_items_for_chunk_list(fqn, saved[fqn], wanted)
-        check_covered(plan, {**self.state_dict, **chunks}, saved)
-        return plan
-
-    def _packed_chunks(self, fqn: str) -> list[ChunkStorageMetadata]:
-        blocks = self._shards.blocks(fqn, self.state_dict[fqn]).values()
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in blocks]
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The local memory that a read item fills."""
-        part = self._shards.part(index.fqn, self.state_dict[index.fqn], index.offset)
-        return super().lookup_tensor(index) if part is None else part
-
-
-# Torch plans to read what the checkpoint has of a target, and leaves the rest of it as it was, without a word.
-
-
-def check_covered(plan: LoadPlan, targets: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Demand that what a rank is to read fills all of its targets. What nobody asks for may be missing.
-
-    Args:
-        plan: of one rank.
-        targets: name -> a tensor, or the chunks of it that are asked for.
-        saved: ``state_dict_metadata`` of the checkpoint.
-
-    Raises:
-        CorruptionError: the checkpoint has no values for some elements; all such names at once.
-    """
-    read: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
-    for item in plan.items:
-        if item.type is LoadItemType.TENSOR:
-            place = item.dest_index.fqn, tuple(item.dest_index.offset or ())
-            read.setdefault(place, set()).add(Box(tuple(item.dest_offsets), tuple(item.lengths)))
-    wrong = {}
-    for fqn, target in targets.items():
-        if isinstance(saved.get(fqn), TensorStorageMetadata):
-            chunks = _asked_chunks(target)
-            found = sum(_filled_count(chunk.sizes, read.get((fqn, tuple(chunk.offsets)), set())) for chunk in chunks)
-            wanted = sum(math.prod(chunk.sizes) for chunk in chunks)
-            if found < wanted:
-                wrong[fqn] = f"{found} of {wanted} elements"
-    if wrong:
-        raise CorruptionError(
-            "the chunks of the checkpoint leave elements of targets out",
-            got=dict(sorted(wrong.items())[:20]),
-            expected="each element in a chunk",
-            where=f"{len(wrong)} tensors" if len(wrong) > 1 else min(wrong),
-        )
-
-
-def _asked_chunks(target: Any) -> Sequence[ChunkStorageMetadata]:
-    if not isinstance(target, torch.Tensor):
-        return target if isinstance(target, list) else ()
-    # A rank outside the mesh asks for nothing.
-    if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
-        return ()
-    chunks: Sequence[ChunkStorageMetadata] = _create_chunk_list(target)
-    return chunks
-
-
-def _filled_count(sizes: Sequence[int], boxes: Collection[Box]) -> int:
-    """Elements of a rectangle that lie in one of these boxes inside it. Boxes may overlap: replicas do."""
-    if 0 in sizes:
-        return 0
-    try:
-        # Nearly always they tile it, which is fast to see.
-        check_tiling(sizes, list(boxes), CorruptionError, "")
-    except CorruptionError:
-        return _union(list(boxes), 0)
-    return math.prod(sizes)
-
-
-def _union(boxes: Sequence[Box], dim: int) -> int:
-    if not boxes or dim == len(boxes[0].sizes):
-        return len(boxes[:1])
-    edges = sorted({edge for box in boxes for edge in (box.offsets[dim], box.offsets[dim] + box.sizes[dim])})
-    return sum(
-        (high - low) * _union([b for b in boxes if b.offsets[dim] <= low < b.offsets[dim] + b.sizes[dim]], dim + 1)
-        for low, high in pairwise(edges)
-    )
 
 
 @runtime_checkable
@@ -951,6 +628,24 @@ def check_local_plan(plan: SavePlan) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells the coordinator beside its plan, in ``storage_data``, which torch's planner leaves alone.
+
+    Attributes:
+        announced: what its engine announced.
+        items: all that it has. Pickled beside the plan that has the same list, it is a few bytes.
+    """
+
+    announced: bytes | None
+    items: Sequence[WriteItem]
+
+
+def told_by_ranks(plans: Sequence[SavePlan]) -> list[Told]:
+    """What each rank told; nothing where a planner does not hand it on."""
+    return [plan.storage_data if isinstance(plan.storage_data, Told) else Told(None, ()) for plan in plans]
+
+
 def check_item_count(plan: SavePlan, planned_count: int) -> None:
     """Refuse a plan that has changed since the checkpoint was laid out by it: bytes would be missing. PlanError."""
     if len(plan.items) != planned_count:
@@ -964,36 +659,26 @@ def check_item_count(plan: SavePlan, planned_count: int) -> None:
 
 def _collect(plans: Sequence[SavePlan], options: WriterOptions) -> dict[str, GlobalTensor]:
     tensors: dict[str, GlobalTensor] = {}
-    sources: dict[str, torch.dtype] = {}
     for rank, plan in enumerate(plans):
         for position, item in enumerate(plan.items):
             data, name = item.tensor_data, item.index.fqn
             assert data is not None
             tensor = tensors.get(name)
             if tensor is None:
-                sources[name] = data.properties.dtype
-                tensor = tensors[name] = GlobalTensor(
-                    name, exported_dtype(name, data.properties.dtype, options), tuple(data.size)
-                )
-            elif data.size != tensor.shape or data.properties.dtype != sources[name]:
-                got = f"{data.properties.dtype} {list(data.size)} on rank {rank}"
-                raise PlanError(
-                    "ranks disagree about a tensor",
-                    got=got,
-                    expected=f"{sources[name]} {list(tensor.shape)}",
-                    where=name,
-                )
+                dtype = exported_dtype(name, data.properties.dtype, options)
+                tensor = tensors[name] = GlobalTensor(name, dtype, tuple(data.size))
             tensor.parts.append((rank, position, Box(data.chunk.offsets, data.chunk.sizes)))
     return tensors
 
 
 def arrange(plans: Sequence[SavePlan], options: WriterOptions) -> Arrangement:
-    """Lay out a checkpoint from every rank's deduplicated plan.
+    """Lay out a checkpoint from every rank's deduplicated plan, and from what it has ``Told`` of all that it has.
 
     Raises:
         PlanError: gaps, overlaps, ranks that disagree, names without a file index.
         ConfigError: header or file count beyond the format's limits.
     """
+    check_agreed([[*told.items, *plan.items] for told, plan in zip(told_by_ranks(plans), plans, strict=True)])
     tensors = _collect(plans, options)
     for tensor in tensors.values():
         check_tiling(tensor.shape, [box for _, _, box in tensor.parts], PlanError, tensor.name)
@@ -1055,10 +740,14 @@ class SaveJob:
     begun_s: float
 
     def chunks(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """(name, offsets in the global tensor, values) of every item that this rank stores, as its planner has them."""
+        """(name, offsets in the global tensor, values) of every item that this rank stores. Raises PlanError.
+
+        Values are as the planner has them, and of the shape and dtype that were planned.
+        """
         for item in self.items:
             value = self.planner.resolve_data(item)
             assert isinstance(value, torch.Tensor)
+            check_planned(item, value)
             yield item.index.fqn, _offsets(item), value
 
 

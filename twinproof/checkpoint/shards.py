@@ -61,6 +61,7 @@ from twinproof.checkpoint.plan import (
     check_mapping,
     exported_dtype,
 )
+from twinproof.checkpoint.planners import check_planned
 from twinproof.checkpoint.publish import (
     StagedFolder,
     Staging,
@@ -173,6 +174,7 @@ def _shard(item: WriteItem, planner: SavePlanner, options: WriterOptions) -> _Sh
     value = planner.resolve_data(item)
     assert isinstance(value, torch.Tensor)
     assert item.tensor_data is not None
+    check_planned(item, value)
     value = waited(value.detach()).to(exported_dtype(item.index.fqn, value.dtype, options))
     return _Shard(item.index.fqn, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.size), value)
 
@@ -197,7 +199,7 @@ def write_shards(
     With ``is_needed`` a rank without tensors writes a file without tensors.
 
     Raises:
-        PlanError: two chunks of one tensor on a rank. StorageError.
+        PlanError: two chunks of one tensor on a rank, or values that are not what was planned. StorageError.
     """
     mapping = options.mapping
     groups: dict[int, list[_Shard]] = {1: []} if is_needed else {}

@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from twinproof import regime
-from twinproof.checkpoint.plan import check_covered
+from twinproof.checkpoint.planners import FillingPlanner, check_covered
 from twinproof.checkpoint.publish import raise_first
 from twinproof.errors import (
     ConfigError,
@@ -410,7 +410,7 @@ def load_state_dict(
     return {table: incoming.ids.numel() for table, incoming in found.items()}
 
 
-class KVLoadPlanner(DefaultLoadPlanner):
+class KVLoadPlanner(FillingPlanner):
     """``DefaultLoadPlanner`` that also loads into ``KVTensor``s of a store.
 
     Load ``{table}.weight_id`` first, as a plain tensor; views of these ids are then the targets for all else. Where the
@@ -431,9 +431,7 @@ class KVLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         saved: dict[str, Any] = self.metadata.state_dict_metadata
         if not lazy:
-            found_plan: LoadPlan = super().create_local_plan()
-            check_covered(found_plan, self.state_dict, saved)
-            return found_plan
+            return super().create_local_plan()
         for value in lazy.values():
             value.check_target()
         missing = sorted(lazy.keys() - saved.keys())
@@ -442,12 +440,13 @@ class KVLoadPlanner(DefaultLoadPlanner):
             raise MissingKeyError("names are not in the checkpoint", got=missing, expected=expected, where="state_dict")
         rest = {fqn: value for fqn, value in self.state_dict.items() if fqn not in lazy}
         plan = create_default_local_load_plan(rest, self.metadata, not self.allow_partial_load)
+        chunks = self._with_blocks(plan, rest)
         found = {fqn: value for fqn, value in lazy.items() if fqn in saved}
         for store, table, ids in _written_ids(found.values()):
             check_load_fits(store, table, ids.numel())
         for fqn, value in found.items():
             plan.items += _read_items(fqn, value, saved[fqn])
-        check_covered(plan, {**rest, **{fqn: value.global_chunks() for fqn, value in found.items()}}, saved)
+        check_covered(plan, {**rest, **chunks, **{fqn: value.global_chunks() for fqn, value in found.items()}}, saved)
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

@@ -177,15 +177,13 @@ shapes_of_any_type = patched(
 )
 other_shapes_stored = patched(
     "Data of another shape than was planned is stored.",
-    mutated("fastimpl.checkpoint.writer:_source", "tuple(value.shape) != tuple(data.chunk.sizes) or ", ""),
+    mutated("twinproof.checkpoint.planners:check_planned", "tuple(value.shape) != tuple(data.chunk.sizes) or ", ""),
     kills="CKPT-763",
-    of="fastimpl",
 )
 other_dtypes_stored = patched(
     "Data of another dtype than was planned is stored.",
-    mutated("fastimpl.checkpoint.writer:_source", " or value.dtype != data.properties.dtype", ""),
+    mutated("twinproof.checkpoint.planners:check_planned", " or value.dtype != dtype", ""),
     kills="CKPT-763",
-    of="fastimpl",
 )
 small_blocks_pass = patched(
     "Blocks smaller than the least are written.",

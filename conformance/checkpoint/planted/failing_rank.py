@@ -53,8 +53,8 @@ loaded_over_all_ranks = patched(
     "A training of some of the ranks is loaded over the group of all.",
     mutated(
         "twinproof.checkpoint.native:load_native",
-        "_FillingPlanner(), process_group=process_group)",
-        "_FillingPlanner())",
+        "FillingPlanner(), process_group=process_group)",
+        "FillingPlanner())",
     ),
     kills="CKPT-876",
 )
@@ -62,8 +62,8 @@ managed_over_all_ranks = patched(
     "A manager saves over the group of all ranks.",
     mutated(
         "twinproof.checkpoint.manager:CheckpointManager._save",
-        "dcp.save(state, storage_writer=writer, process_group=self._group)",
-        "dcp.save(state, storage_writer=writer)",
+        "HuggingFaceSavePlanner(), process_group=self._group)",
+        "HuggingFaceSavePlanner())",
     ),
     kills="CKPT-876",
 )

@@ -18,7 +18,7 @@ opened_for_each_tensor = patched(
 )
 
 
-@fault(kills="CKPT-872", at="twinproof.checkpoint.plan:_PackedShards.blocks")
+@fault(kills="CKPT-872", at="twinproof.checkpoint.planners:_PackedShards.blocks")
 def blocks_found_each_time(original: Any, shards: Any, fqn: str, value: Any) -> Any:
     """The blocks of a packed shard are found whenever one is asked for."""
     shards._known.pop(fqn, None)

@@ -34,12 +34,12 @@ def loaded_into_copies(original: Any, reader: Any, plan: Any, planner: Any) -> A
 
 one_missing_name_shown = patched(
     "Of several missing names only the first is shown.",
-    swap("twinproof.checkpoint.plan:MissingKeyError", first_only(MissingKeyError)),
+    swap("twinproof.checkpoint.planners:MissingKeyError", first_only(MissingKeyError)),
     kills="CKPT-053",
 )
 
 
-@fault(kills="CKPT-054", at="twinproof.checkpoint.plan:HuggingFaceLoadPlanner.create_local_plan")
+@fault(kills="CKPT-054", at="twinproof.checkpoint.planners:HuggingFaceLoadPlanner.create_local_plan")
 def unexpected_names_hidden(original: Any, planner: Any) -> Any:
     """Names that the target lacks are not reported."""
     plan = original(planner)
@@ -49,7 +49,7 @@ def unexpected_names_hidden(original: Any, planner: Any) -> Any:
 
 one_wrong_shape_shown = patched(
     "Of several wrong shapes only the first is shown.",
-    swap("twinproof.checkpoint.plan:PlanError", first_only(PlanError)),
+    swap("twinproof.checkpoint.planners:PlanError", first_only(PlanError)),
     kills="CKPT-055",
 )
 
@@ -96,7 +96,7 @@ def warns_on_every_load(original: Any, reader: Any) -> Any:
     return original(reader)
 
 
-@fault(kills="CKPT-053", at="twinproof.checkpoint.plan:HuggingFaceLoadPlanner.create_local_plan")
+@fault(kills="CKPT-053", at="twinproof.checkpoint.planners:HuggingFaceLoadPlanner.create_local_plan")
 def missing_targets_zeroed(original: Any, planner: Any) -> Any:
     """strict=False clears the targets that the checkpoint lacks."""
     plan = original(planner)
@@ -202,7 +202,7 @@ any_number_of_pieces = patched(
 
 shared_places_filled = patched(
     "A target that holds several values in one place is filled with whatever comes last.",
-    mutated("twinproof.checkpoint.dcp:_check_places", "overlaps_itself(target)", "False"),
+    mutated("twinproof.checkpoint.format:check_fillable", "overlaps_itself(target)", "False"),
     kills="CKPT-684",
 )
 
@@ -237,7 +237,7 @@ touching_rows_filled = patched(
 shared_places_filled_with_quantized_values = patched(
     "A target that holds several values in one place is filled where the values were quantized.",
     mutated(
-        "twinproof.checkpoint.dcp:QuantizedHuggingFaceStorageReader._target", "_check_places(target, name)", "pass"
+        "twinproof.checkpoint.dcp:QuantizedHuggingFaceStorageReader._target", "check_fillable(target, name)", "pass"
     ),
     kills="CKPT-684",
 )

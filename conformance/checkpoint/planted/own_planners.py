@@ -6,7 +6,8 @@ from conformance.harness import mutated, patched
 
 _CATALOG = "twinproof.checkpoint.catalog"
 _DCP = "twinproof.checkpoint.dcp"
-_PLAN = "twinproof.checkpoint.plan"
+_FORMAT = "twinproof.checkpoint.format"
+_PLAN, _PLANNERS = "twinproof.checkpoint.plan", "twinproof.checkpoint.planners"
 
 shards_by_the_index = patched(
     "Shard files say of a tensor's place what the index of its item says.",
@@ -27,7 +28,7 @@ items_without_data_pass = patched(
 )
 sizes_of_the_first_part = patched(
     "The first part of a tensor says its size, whatever the others say.",
-    mutated(f"{_PLAN}:_collect", "data.size != tensor.shape or ", ""),
+    mutated(f"{_PLANNERS}:check_agreed", "form != expected", "(form or ())[:1] != (expected or ())[:1]"),
     kills="CKPT-770",
 )
 last_part_of_a_shard = patched(
@@ -39,23 +40,23 @@ last_part_of_a_shard = patched(
 )
 any_memory_is_filled = patched(
     "A target of any layout is filled.",
-    mutated(f"{_DCP}:_check_places", "target.layout != torch.strided or ", ""),
+    mutated(f"{_FORMAT}:check_fillable", "target.layout != torch.strided or ", ""),
     kills="CKPT-771",
 )
 quantized_targets_filled = patched(
     "A quantized target is filled.",
-    mutated(f"{_DCP}:_check_places", " or target.is_quantized", ""),
+    mutated(f"{_FORMAT}:check_fillable", " or target.is_quantized", ""),
     kills="CKPT-771",
 )
 objects_have_sizes = patched(
     "A target that is no tensor is asked for its size.",
-    mutated(f"{_PLAN}:HuggingFaceLoadPlanner.create_local_plan", "isinstance(value, torch.Tensor)\n", "True\n"),
+    mutated(f"{_PLANNERS}:HuggingFaceLoadPlanner.create_local_plan", "isinstance(value, torch.Tensor)\n", "True\n"),
     kills="CKPT-772",
 )
 saved_objects_have_sizes = patched(
     "What was saved beside tensors is asked for its size.",
     mutated(
-        f"{_PLAN}:HuggingFaceLoadPlanner.create_local_plan",
+        f"{_PLANNERS}:HuggingFaceLoadPlanner.create_local_plan",
         "isinstance(saved.get(fqn), TensorStorageMetadata)",
         "fqn in saved",
     ),
@@ -93,7 +94,7 @@ parts_before_tensors_pass = patched(
 )
 no_checkpoint_is_a_crash = patched(
     "A load planner that was told of no checkpoint does not say what is missing.",
-    mutated(f"{_PLAN}:HuggingFaceLoadPlanner.create_local_plan", " if self.metadata is not None else {}", ""),
+    mutated(f"{_PLANNERS}:HuggingFaceLoadPlanner.create_local_plan", " if self.metadata is not None else {}", ""),
     kills="CKPT-798",
 )
 lost_items_pass = patched(

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from conformance.harness import mutated, patched
 
-_PLAN = "twinproof.checkpoint.plan"
+_PLAN, _PLANNERS = "twinproof.checkpoint.plan", "twinproof.checkpoint.planners"
 _DCP = "twinproof.checkpoint.dcp"
 _EXCHANGE = "fastimpl.checkpoint.exchange:Exchange"
 
 every_dimension_is_strided = patched(
     "A strided shard cuts every dimension.",
-    mutated(f"{_PLAN}:_is_strided", " and placement.dim == dim", ""),
+    mutated(f"{_PLANNERS}:_is_strided", " and placement.dim == dim", ""),
     kills="CKPT-775",
 )
 plain_shards_beside_strided = patched(
     "Of a tensor with a strided shard the other shards are left out.",
-    mutated(f"{_PLAN}:_runs", "not placement.is_shard(dim) and not", "not"),
+    mutated(f"{_PLANNERS}:_runs", "not placement.is_shard(dim) and not", "not"),
     kills="CKPT-775",
 )
 others_beside_packed = patched(
     "Other tensors than the packed ones are left out of a save.",
     mutated(
-        f"{_PLAN}:HuggingFaceSavePlanner.create_local_plan",
+        f"{_PLANNERS}:HuggingFaceSavePlanner.create_local_plan",
         "[item for item in plan.items if item.index.fqn not in packed]",
         "list[WriteItem]()",
     ),
@@ -179,4 +179,23 @@ saved_over_a_group_that_is_gone = patched(
     "A writer goes on over the group that it made before.",
     mutated("twinproof.checkpoint.dcp:HuggingFaceStorageWriter.set_up_storage_writer", "is_gone(self.group)", "False"),
     kills="CKPT-862",
+)
+names_without_shards_lost = patched(
+    "A name of which this rank has no shard is not asked for.",
+    mutated(f"{_PLANNERS}:FillingPlanner.set_up_planner", "self.state_dict.update(without)", "pass"),
+    kills=("CKPT-947", "CKPT-948"),
+)
+names_of_others_alone = patched(
+    "What stands in a list where this rank has no shard stays what torch puts there.",
+    mutated(
+        f"{_PLANNERS}:FillingPlanner.set_up_planner",
+        "self.state_dict.update(without)",
+        "[self.state_dict.setdefault(name, value) for name, value in without.items()]",
+    ),
+    kills="CKPT-947",
+)
+flat_names_alone = patched(
+    "Of targets that are not to be flattened, those without a shard are not asked for.",
+    mutated(f"{_PLANNERS}:FillingPlanner.set_up_planner", "else (state_dict, {})", "else ({}, {})"),
+    kills="CKPT-948",
 )

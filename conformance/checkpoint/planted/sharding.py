@@ -55,7 +55,7 @@ tiling_unchecked = patched(
 )
 
 
-@fault(kills="CKPT-025", at="twinproof.checkpoint.plan:_PackedShards.part")
+@fault(kills="CKPT-025", at="twinproof.checkpoint.planners:_PackedShards.part")
 def packed_blocks_confused(original: Any, shards: Any, fqn: str, value: Any, offset: Any) -> Any:
     """Every block of a packed shard holds the first one's values."""
     return original(shards, fqn, value, next(iter(shards.blocks(fqn, value)), offset))
@@ -111,27 +111,31 @@ last_row_lost = patched(
 
 dtype_of_the_first_rank = patched(
     "The first rank's dtype is taken for that of all parts of a tensor.",
-    mutated("twinproof.checkpoint.plan:_collect", " or data.properties.dtype != sources[name]", ""),
+    mutated(
+        "twinproof.checkpoint.planners:check_agreed", "form != expected", "(form or ())[1:] != (expected or ())[1:]"
+    ),
     kills="CKPT-613",
 )
 
 
 place_not_said = patched(
     "A planner that is asked for a block without a place fails before it can say so.",
-    mutated("twinproof.checkpoint.plan:_PackedShards.part", "tuple(offset or ())", "tuple(offset)"),
+    mutated("twinproof.checkpoint.planners:_PackedShards.part", "tuple(offset or ())", "tuple(offset)"),
     kills="CKPT-025",
 )
 
 packed_blocks_are_even = patched(
     "A packed dimension is cut into blocks as even as can be, not as DTensor cuts it.",
-    mutated("twinproof.checkpoint.plan:_runs", "part = -(-count //", "part = max(1, count //"),
+    mutated("twinproof.checkpoint.planners:_runs", "part = -(-count //", "part = max(1, count //"),
     kills="CKPT-025",
 )
 
 packed_beside_its_mesh = patched(
     "Ranks outside of a tensor's mesh look for its blocks in what they have.",
     mutated(
-        "twinproof.checkpoint.plan:_PackedShards.blocks", "if value.device_mesh.get_coordinate() is not None", "if True"
+        "twinproof.checkpoint.planners:_PackedShards.blocks",
+        "if value.device_mesh.get_coordinate() is not None",
+        "if True",
     ),
     kills="CKPT-712",
 )
@@ -139,7 +143,7 @@ packed_beside_its_mesh = patched(
 packed_shards_by_rank = patched(
     "Which rows of a packed dimension a rank holds is counted by its number, not by its place in the mesh.",
     mutated(
-        "twinproof.checkpoint.plan:_runs",
+        "twinproof.checkpoint.planners:_runs",
         "get_coordinate() or ()",
         "get_coordinate() and [tensor.device_mesh.get_rank()]",
     ),

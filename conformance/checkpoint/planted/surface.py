@@ -125,7 +125,7 @@ errno_stays_behind = patched(
 missing_names_stay = patched(
     "A planner tells names that an earlier load of it lacked.",
     mutated(
-        "twinproof.checkpoint.plan:HuggingFaceLoadPlanner.create_local_plan",
+        "twinproof.checkpoint.planners:HuggingFaceLoadPlanner.create_local_plan",
         "self.missing_keys = sorted(self.state_dict.keys() - saved.keys())",
         "self.missing_keys = sorted(self.state_dict.keys() - saved.keys()) or self.missing_keys",
     ),
