@@ -445,14 +445,15 @@ class CheckpointManager:
             self._save(curr_step, *together(lambda: self._to_save(curr_step, last_step), self._group))
         return True
 
-    def _to_save(self, step: int, last_step: bool) -> tuple[State, Any]:
-        folder = self.policy.folder / f"step-{step}"
+    def _to_save(self, step: int, last_step: bool) -> tuple[State, Any, HuggingFaceSavePlanner]:
+        # One rank may fail to make any of these, and is waited for by all.
+        folder, planner = self.policy.folder / f"step-{step}", HuggingFaceSavePlanner()
         if not (last_step and self.policy.last_save_model_only):
-            return told_by(self._full_state(())), self._native_writer(folder)
+            return told_by(self._full_state(())), self._native_writer(folder), planner
         state = self._model_state()
         if not self.policy.last_save_in_hf:
-            return self._exported(state), self._native_writer(folder)
-        return self._to_hf(state), self._hf_writer(folder)
+            return self._exported(state), self._native_writer(folder), planner
+        return self._to_hf(state), self._hf_writer(folder), planner
 
     def _saves_at(self, step: int, last_step: bool) -> bool:
         if not self.enable or self.policy.load_only:
@@ -489,13 +490,13 @@ class CheckpointManager:
 
         return {name: cast(name, value) for name, value in state.items()}
 
-    def _save(self, step: int, state: State, writer: Any) -> None:
+    def _save(self, step: int, state: State, writer: Any, planner: HuggingFaceSavePlanner) -> None:
         begun_s = time.monotonic()
         if self._cleaner is not None:
             self._cleaner.saving_step = step
         if self.policy.async_mode == "disabled":
             try:
-                dcp.save(state, storage_writer=writer, planner=HuggingFaceSavePlanner(), process_group=self._group)
+                dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group)
             except BaseException:
                 self._failed(writer)
                 raise
@@ -506,7 +507,7 @@ class CheckpointManager:
                 response = dcp.async_save(
                     state,
                     storage_writer=writer,
-                    planner=HuggingFaceSavePlanner(),
+                    planner=planner,
                     process_group=self._group,
                     async_stager=stager,
                 )
@@ -691,15 +692,15 @@ class CheckpointManager:
         load_native(path, targets, lambda _, state: self._set_model(state), self._group)
 
     def _load_hf(self, path: Path) -> None:
-        def begun() -> tuple[set[str], State, Any]:
+        def begun() -> tuple[set[str], State, Any, FillingPlanner]:
             state, reader = self._model_state(), self._hf_reader(path)
             names, targets = set(state), self._to_hf(state)
             if any(isinstance(value, Unfilled) for value in targets.values()):
                 targets = with_memory(targets, reader.read_metadata(), rank_count_of(self._group))
-            return names, targets, reader
+            return names, targets, reader, FillingPlanner()
 
-        names, targets, reader = together(begun, self._group)
-        dcp.load(targets, storage_reader=reader, planner=FillingPlanner(), process_group=self._group)
+        names, targets, reader, planner = together(begun, self._group)
+        dcp.load(targets, storage_reader=reader, planner=planner, process_group=self._group)
         together(lambda: self._set_model(self._from_hf(targets, names)), self._group)
 
     def _to_hf(self, state: State) -> State:

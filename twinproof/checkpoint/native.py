@@ -646,14 +646,14 @@ def save_training(
             PlanError where ranks have different tensors under one name, or parts of other shapes than they say.
     """
 
-    def begun() -> tuple[State, NativeStorageWriter]:
+    def begun() -> tuple[State, HuggingFaceSavePlanner, NativeStorageWriter]:
         check_flags(durable=durable)
         state = told_by(_training(model, optimizers, step, states)[1])
-        return state, NativeStorageWriter(path, durable=durable)
+        return state, HuggingFaceSavePlanner(), NativeStorageWriter(path, durable=durable)
 
-    state, writer = together(begun, several_ranks(process_group))
+    state, planner, writer = together(begun, several_ranks(process_group))
     try:
-        dcp.save(state, storage_writer=writer, planner=HuggingFaceSavePlanner(), process_group=process_group)
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=process_group)
     except BaseException:
         writer.discard()
         raise
@@ -704,13 +704,13 @@ def load_native(
     """
     group, reader, state = several_ranks(process_group), NativeStorageReader(path), State()
 
-    def targets() -> tuple[T, State, State]:
+    def targets() -> tuple[T, State, State, FillingPlanner]:
         first, found = begun()
         state.update(found)
         told = told_by(state, reader.names())
         told.update({name: as_saved(told[name], name, reader.names()) for name in _objects(state)})
         told = with_memory(told, reader.read_metadata(), rank_count_of(group))
-        return first, told, keys_as_text(told, "")
+        return first, told, keys_as_text(told, ""), FillingPlanner()
 
     def taken() -> State:
         loaded: State = with_own_keys(told, asked)
@@ -719,14 +719,14 @@ def load_native(
         return loaded
 
     try:
-        first, told, asked = together(targets, group)
+        first, told, asked, planner = together(targets, group)
         rest, unlike = together(lambda: not_asked(asked, state, reader.read_metadata()), group)
         if on_any_rank(bool(rest or unlike), group):
             # What another rank asks for is its own: states may be in parts.
             common = set.intersection(*map(set, gather(rest, group)))
             lost = [*(name for name in rest if name in common), *unlike]
             asked = together(lambda: with_places(asked, lost, reader.read_metadata(), state), group)
-        dcp.load(asked, storage_reader=reader, planner=FillingPlanner(), process_group=process_group)
+        dcp.load(asked, storage_reader=reader, planner=planner, process_group=process_group)
         loaded = together(taken, group)
         together(lambda: give_back(state, loaded), group)
     except BaseException:

@@ -62,8 +62,8 @@ managed_over_all_ranks = patched(
     "A manager saves over the group of all ranks.",
     mutated(
         "twinproof.checkpoint.manager:CheckpointManager._save",
-        "HuggingFaceSavePlanner(), process_group=self._group)",
-        "HuggingFaceSavePlanner())",
+        "planner=planner, process_group=self._group)",
+        "planner=planner)",
     ),
     kills="CKPT-876",
 )

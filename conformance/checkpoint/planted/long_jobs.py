@@ -30,9 +30,9 @@ _kept: list[Any] = []
 
 
 @fault(kills="CKPT-473", at="twinproof.checkpoint.manager:CheckpointManager._save")
-def staged_states_kept(original: Any, manager: Any, step: Any, state: Any, writer: Any) -> None:
+def staged_states_kept(original: Any, manager: Any, step: Any, state: Any, *rest: Any) -> None:
     """The copies of an asynchronous save are kept for as long as the process lives."""
-    original(manager, step, state, writer)
+    original(manager, step, state, *rest)
     extra = state.get("extra")
     if extra is not None:
         _kept.append(extra.clone())

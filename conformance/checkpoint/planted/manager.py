@@ -154,9 +154,9 @@ class _Late:
 
 
 @fault(kills="CKPT-441", at=f"{_CLASS}._save")
-def saved_when_awaited(original: Any, manager: Any, step: Any, state: Any, writer: Any) -> Any:
+def saved_when_awaited(original: Any, manager: Any, step: Any, state: Any, *rest: Any) -> Any:
     """An asynchronous save reads the states when somebody waits for it, long after the call."""
-    original(manager, step, state, writer)
+    original(manager, step, state, *rest)
     if manager._pending is not None:
         manager._pending.upload.result()
         if manager._pending.staging is not None:
@@ -199,14 +199,14 @@ def every_rank_looks(original: Any, manager: Any, look: Any) -> Any:
 
 
 @fault(kills="CKPT-446", at=f"{_CLASS}._save")
-def keys_are_values(original: Any, manager: Any, step: Any, state: Any, writer: Any) -> Any:
+def keys_are_values(original: Any, manager: Any, step: Any, state: Any, *rest: Any) -> Any:
     """Two tensors of one shape change places: the keys of an attention and its values."""
     changed = dict(state)
     for name in state:
         if ".k_proj." in name:
             other = name.replace(".k_proj.", ".v_proj.")
             changed[name], changed[other] = state[other], state[name]
-    return original(manager, step, changed, writer)
+    return original(manager, step, changed, *rest)
 
 
 small_floats_cast = patched(

@@ -14,22 +14,22 @@ loads_as_one_block = patched(
 )
 initial_by_torchs_planner = patched(
     "An initial load of HF files is planned by torch.",
-    mutated(f"{_MANAGER}:CheckpointManager._load_hf", "planner=FillingPlanner(), ", ""),
+    mutated(f"{_MANAGER}:CheckpointManager._load_hf", "planner=planner, ", ""),
     kills="CKPT-940",
 )
 training_saved_by_torchs_planner = patched(
     "A save of all states is planned by torch.",
-    mutated(f"{_NATIVE}:save_training", "planner=HuggingFaceSavePlanner(), ", ""),
+    mutated(f"{_NATIVE}:save_training", "planner=planner, ", ""),
     kills="CKPT-941",
 )
 manager_saves_by_torchs_planner = patched(
     "A manager's save that waits is planned by torch.",
-    mutated(f"{_MANAGER}:CheckpointManager._save", "planner=HuggingFaceSavePlanner(), process", "process"),
+    mutated(f"{_MANAGER}:CheckpointManager._save", "planner=planner, process", "process"),
     kills="CKPT-941",
 )
 async_saves_by_torchs_planner = patched(
     "A manager's save in the background is planned by torch.",
-    mutated(f"{_MANAGER}:CheckpointManager._save", "planner=HuggingFaceSavePlanner(),\n", "\n"),
+    mutated(f"{_MANAGER}:CheckpointManager._save", "planner=planner,\n", "\n"),
     kills="CKPT-941",
 )
 readers_fill_one_block = patched(
