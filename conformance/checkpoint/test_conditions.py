@@ -353,6 +353,8 @@ class _Asking(DefaultLoadPlanner):
 def test_plans_of_loads(checkpoint: Any, tmp_path: Path) -> None:
     values = {"w.weight": torch.ones(4, 2).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1)}
     checkpoint.save_file({**values, "vector": torch.ones(4)}, tmp_path / "ck.safetensors")
+    # A plain reader converts no numbers that have scales beside them.
+    checkpoint.save_file({"w.weight": torch.ones(4, 2).half(), "vector": torch.ones(4)}, tmp_path / "plain.safetensors")
     meta = torch.empty(4, 2, device="meta")
     flat = {"lengths": torch.Size([4]), "storage_offsets": torch.Size([0]), "dest_offsets": torch.Size([0])}
     cases: dict[str, tuple[_Asking, type[TwinproofError], str]] = {
@@ -382,7 +384,7 @@ def test_plans_of_loads(checkpoint: Any, tmp_path: Path) -> None:
 def _reader(checkpoint: Any, folder: Path, is_quantized: bool) -> Any:
     if is_quantized:
         return checkpoint.QuantizedHuggingFaceStorageReader(folder / "ck.safetensors")
-    return checkpoint.HuggingFaceStorageReader(folder / "ck.safetensors", cast=True)
+    return checkpoint.HuggingFaceStorageReader(folder / "plain.safetensors", cast=True)
 
 
 @requirement(

@@ -431,8 +431,8 @@ def test_retention_beside_what_is_broken(
     assert_equal("step-9 is no complete checkpoint" in caplog.text, True, where="what is broken is logged")
     seen = manager_module.is_whole
 
-    def one_goes(path: Path, kind: Any) -> Any:
-        found = seen(path, kind)
+    def one_goes(path: Path, *rest: Any) -> Any:
+        found = seen(path, *rest)
         shutil.rmtree(folder / "step-2", ignore_errors=True)
         return found
 

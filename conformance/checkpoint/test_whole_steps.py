@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -14,10 +15,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from conformance.checkpoint.cases import INDEX
+from conformance.checkpoint.cases import INDEX, load
 from conformance.checkpoint.trainer import alone
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from twinproof.checkpoint import catalog, whole
+from twinproof.checkpoint import whole
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
@@ -192,7 +193,7 @@ def test_metadata_that_is_none(checkpoint: Any, tmp_path: Path) -> None:
 
 @requirement(
     "CKPT-906",
-    "The metadata of a step MUST be read once by retention and never where this process saved the step, and a load "
+    "The metadata of a step MUST be read once by a manager's retention and never where it saved the step, and a load "
     "MUST read no older one than it takes; headers of an HF step likewise. What was changed MUST be read again.",
 )
 def test_metadata_is_read_once(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +202,7 @@ def test_metadata_is_read_once(checkpoint: Any, tmp_path: Path, monkeypatch: pyt
     shutil.copytree(tmp_path / "made", folder)
     shutil.copytree(folder / "step-1", folder / "step-6")
     read: Counter[str] = Counter()
-    ends, headers = whole.ends_of, catalog.read_catalog
+    ends, headers = whole.ends_of, whole.read_catalog
 
     def ends_of(metadata: Metadata) -> Any:
         read["metadata"] += 1
@@ -228,7 +229,7 @@ def test_metadata_is_read_once(checkpoint: Any, tmp_path: Path, monkeypatch: pyt
     with alone(), manager:
         for step in range(7, 11):
             manager.save(step)
-    expected = {f"step-{step}": 1 for step in range(1, 6)}
+    expected = {f"step-{step}": 1 for step in range(1, 7)}
     found = {name: count for name, count in read.items() if name != "metadata"}
     assert_equal(found, expected, where="what retention reads")
     assert_equal(sorted(os.listdir(folder)), ["step-10", "step-7", "step-8", "step-9"], where="what is kept")
@@ -237,7 +238,7 @@ def test_metadata_is_read_once(checkpoint: Any, tmp_path: Path, monkeypatch: pyt
     for _ in range(2):
         with raises(ConfigError, mentions=("model alone", "step-11"), where="an HF step"):
             _loaded(checkpoint, folder)
-    assert_equal(read, Counter({"step-11": 1}), where="headers of an HF step")
+    assert_equal(read, Counter({"step-11": 2}), where="headers of an HF step, by two managers")
     _last_byte(NUMBERED[0])(hf)
     with succeeds("a load", where="an HF step that became shorter"):
         assert_equal(_loaded(checkpoint, folder), (True, 7.0), where="an HF step that became shorter")
@@ -278,3 +279,39 @@ def test_steps_that_cannot_be_read(checkpoint: Any, tmp_path: Path, monkeypatch:
     with raises(FormatError, mentions=("step-2",), where="an index that is none"):
         (tmp_path / "step-2" / INDEX).write_text("{}")
         _loaded(checkpoint, tmp_path)
+
+
+@requirement(
+    "CKPT-916",
+    "A folder, an index, a safetensors file or metadata of torch's format that may not be read MUST be a StorageError "
+    "that names it, to readers, consolidation, detect_format and load_training; what is not there stays as it is.",
+)
+def test_checkpoints_that_may_not_be_read(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _saved(checkpoint, tmp_path, 2, **_IN_HF)
+    native, hf = tmp_path / "step-1", tmp_path / "step-2"
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    targets = {"weight": torch.zeros(4, 4)}
+    calls: dict[str, tuple[Any, str, Callable[[Path], Any]]] = {
+        "a reader": (os, "open", lambda path: load(checkpoint, targets, path)),
+        "consolidation": (os, "listdir", lambda path: checkpoint.consolidate_safetensors_files(path, tmp_path / "out")),
+        "an index": (io, "open", lambda path: checkpoint.HuggingFaceStorageReader(path).read_metadata()),
+        "detect_format": (os, "listdir", checkpoint.detect_format),
+        "load_training": (io, "open", lambda path: checkpoint.load_training(path, model, optimizer)),
+    }
+    refused = {"a reader": hf / NUMBERED[0], "an index": hf / INDEX, "load_training": native / ".metadata"}
+    for what, (module, verb, way) in calls.items():
+        folder = native if what == "load_training" else hf
+        place, real = refused.get(what, folder), getattr(module, verb)
+
+        def refusing(path: Any, *arguments: Any, place: Path = place, real: Any = real, **options: Any) -> Any:
+            if not isinstance(path, int) and os.fspath(path) == os.fspath(place):
+                raise PermissionError(13, "Permission denied", os.fspath(path))
+            return real(path, *arguments, **options)
+
+        with monkeypatch.context() as patch, alone():
+            patch.setattr(module, verb, refusing)
+            with raises(StorageError, mentions=("EACCES", f"where: {place}"), where=what):
+                way(folder)
+        with alone(), raises(FileNotFoundError, where=f"{what} of nothing"):
+            way(tmp_path / "nothing")

@@ -31,7 +31,6 @@ from twinproof.checkpoint.catalog import (
     Meter,
     cut_rectangle,
     payload_bytes,
-    read_catalog,
     read_index,
     stored_ranges,
     verify_catalog,
@@ -39,6 +38,7 @@ from twinproof.checkpoint.catalog import (
 from twinproof.checkpoint.format import as_bits, parse_json_object, torch_dtype
 from twinproof.checkpoint.plan import check_count, parse_size
 from twinproof.checkpoint.publish import Leftover, find_leftovers, remove_leftover
+from twinproof.checkpoint.whole import read_catalog
 from twinproof.errors import ConfigError, MissingCheckpointError, TwinproofError, UnsupportedError
 
 _Value = TypeVar("_Value")

@@ -58,7 +58,6 @@ from twinproof.checkpoint.catalog import (
     check_present,
     crc32,
     cut_rectangle,
-    read_catalog,
     stored_ranges,
     sums_of,
     to_text,
@@ -110,6 +109,7 @@ from twinproof.checkpoint.publish import (
 )
 from twinproof.checkpoint.scales import check_plain
 from twinproof.checkpoint.shards import write_shards
+from twinproof.checkpoint.whole import read_catalog
 from twinproof.engine import Engine, engine_for, in_mode_of_caller
 from twinproof.errors import (
     ConfigError,
@@ -683,9 +683,9 @@ class HuggingFaceStorageReader(StorageReader):
         """Read every header that the checkpoint consists of.
 
         Raises:
-            FormatError, CorruptionError, FileNotFoundError. ``dcp.load`` keeps an error of this call as text alone, and
-            asks again for one rank's metadata (``rank=``); what it gets then raises the error itself, with all that it
-            carries, where the load is set up: inside ``CheckpointException.failures`` of that rank.
+            FormatError, CorruptionError, StorageError, FileNotFoundError. ``dcp.load`` keeps an error of this call as
+            text, and asks again for one rank's metadata (``rank=``); what it gets then raises the error itself, with
+            all that it carries, where the load is set up: inside ``CheckpointException.failures`` of that rank.
         """
         if "rank" in kwargs:
             try:
@@ -783,8 +783,6 @@ class HuggingFaceStorageReader(StorageReader):
             check_fillable(target, name)
             if target.dtype != stored and not self.cast:
                 wrong[name] = (target.dtype, stored)
-            elif target.dtype != stored:
-                check_plain(self.catalog, name, target.dtype, reads_scales=self._reads_scales)
             if target.size() != item.lengths:
                 raise PlanError(
                     "target and read item differ in shape",
@@ -792,6 +790,8 @@ class HuggingFaceStorageReader(StorageReader):
                     expected=tuple(item.lengths),
                     where=name,
                 )
+            if target.dtype != stored and self.cast:
+                check_plain(self.catalog, name, target.dtype, reads_scales=self._reads_scales)
             result.append((item, target))
         if wrong:
             expected = "the same, or cast=True, which converts"

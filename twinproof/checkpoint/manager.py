@@ -59,7 +59,7 @@ from twinproof.checkpoint.publish import (
     together,
 )
 from twinproof.checkpoint.trees import check_unmounted, remove_tree
-from twinproof.checkpoint.whole import check_whole
+from twinproof.checkpoint.whole import Known, check_whole
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
@@ -351,6 +351,7 @@ class CheckpointManager:
             )
 
     def _set_up(self) -> None:
+        self._known = Known()
         if self.policy.last_save_in_hf:
             # Its options are checked now, not hours later.
             self._hf_writer(self.policy.folder).close()
@@ -358,7 +359,7 @@ class CheckpointManager:
             pinned = StagingOptions(True, False, use_async_staging=True, use_non_blocking_copy=True)
             self._stager = self._own_stager = DefaultStager(pinned)
         if self.policy.keep_latest_k and self._rank == 0 and not self.policy.load_only:
-            self._cleaner = _Cleaner(self.policy.folder, self.policy.keep_latest_k)
+            self._cleaner = _Cleaner(self.policy.folder, self.policy.keep_latest_k, self._known)
             # One that nobody closed takes its thread along.
             weakref.finalize(self, self._cleaner.end)
 
@@ -481,7 +482,7 @@ class CheckpointManager:
 
     def _native_writer(self, folder: Path) -> NativeStorageWriter:
         rank_count = 1 if self._group is None else dist.get_world_size(self._group)
-        return NativeStorageWriter(folder, durable=self.policy.durable, rank_count=rank_count)
+        return NativeStorageWriter(folder, durable=self.policy.durable, rank_count=rank_count, known=self._known)
 
     def _exported(self, state: State) -> State:
         def cast(name: str, value: Any) -> Any:
@@ -656,7 +657,7 @@ class CheckpointManager:
             raise MissingCheckpointError(
                 "no complete checkpoint of this step",
                 got=step,
-                expected=[n for n, kind in sorted(complete.items()) if is_whole(policy.folder / f"step-{n}", kind)],
+                expected=[n for n in sorted(complete) if self._is_whole(n, complete[n])],
                 where=policy.folder,
             )
         if complete:
@@ -683,7 +684,10 @@ class CheckpointManager:
     def _is_there(self, step: int, kind: CheckpointFormat) -> bool:
         # Held first: nobody is to delete it while its files are looked at. It may have gone since it was seen.
         is_held = self._cleaner is None or self._cleaner.hold(step)
-        return is_held and is_whole(self.policy.folder / f"step-{step}", kind)
+        return is_held and self._is_whole(step, kind)
+
+    def _is_whole(self, step: int, kind: CheckpointFormat) -> bool:
+        return is_whole(self.policy.folder / f"step-{step}", kind, self._known)
 
     def _load_native(self, path: Path, model_only: bool) -> None:
         def targets() -> tuple[None, State]:
@@ -896,14 +900,14 @@ def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
     return found
 
 
-def is_whole(step: Path, kind: CheckpointFormat) -> bool:
+def is_whole(step: Path, kind: CheckpointFormat, known: Known) -> bool:
     """Whether a step has all its files, each as long as it is said to be; what it lacks is logged.
 
     Raises:
         StorageError: it cannot be read.
     """
     try:
-        check_whole(step, is_native=kind is CheckpointFormat.DCP)
+        check_whole(step, is_native=kind is CheckpointFormat.DCP, known=known)
     except (CorruptionError, FileNotFoundError) as error:
         if step.is_dir():
             logger.warning("%s is no complete checkpoint: %s", step, error)
@@ -930,8 +934,8 @@ class _Cleaner:
         saving_step: of the save that has begun; None when it has failed, or ``clean`` was asked for after it.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, known: Known) -> None:
+        self.folder, self.keep, self._known = folder, keep, known
         self.saving_step: int | None = None
         self._saved_step: int | None = None
         self._loading_step: int | None = None
@@ -1018,7 +1022,7 @@ class _Cleaner:
 
     def _counts(self, step: int, found: Mapping[int, CheckpointFormat]) -> bool:
         # Where none can be too many, nobody need look at their files.
-        return len(found) <= self.keep or is_whole(self.folder / f"step-{step}", found[step])
+        return len(found) <= self.keep or is_whole(self.folder / f"step-{step}", found[step], self._known)
 
     def _hide_left(self) -> None:
         for path, seen_s in self._left.items():

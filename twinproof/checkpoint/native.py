@@ -58,7 +58,7 @@ from twinproof.checkpoint.publish import (
     several_ranks,
     together,
 )
-from twinproof.checkpoint.whole import check_reaches, reading_metadata, remember
+from twinproof.checkpoint.whole import Known, check_reaches, reading_metadata, refusals
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
@@ -115,6 +115,7 @@ def detect_format(path: StrPath) -> CheckpointFormat:
 
     Raises:
         FormatError: both formats, neither, or a malformed index. CorruptionError: a file of the index is missing.
+        StorageError: it may not be read.
         MissingCheckpointError: there is nothing.
     """
     place = local_path(path)
@@ -126,7 +127,8 @@ def detect_format(path: StrPath) -> CheckpointFormat:
         check_put_aside(place)
         expected = "a folder or a .safetensors file"
         raise MissingCheckpointError("no checkpoint is there", got="neither", expected=expected, where=place)
-    return one_of(formats_in(place), place)
+    with refusals("looking at", place):
+        return one_of(formats_in(place), place)
 
 
 def one_of(found: set[CheckpointFormat], folder: Path) -> CheckpointFormat:
@@ -161,11 +163,15 @@ class NativeStorageWriter(FileSystemWriter):
         durable: fsync files and folders before the checkpoint becomes visible.
         rank_count: how many ranks save; None is however many come. Where the default group has gone meanwhile, each
             rank's asynchronous save would be one of that rank alone, and show a part for the whole.
+        known: told of what was saved, for whoever looks at it later; None tells nobody.
     """
 
-    def __init__(self, path: StrPath, *, durable: bool = True, rank_count: int | None = None) -> None:
+    def __init__(
+        self, path: StrPath, *, durable: bool = True, rank_count: int | None = None, known: Known | None = None
+    ) -> None:
         super().__init__(path, sync_files=False, thread_count=1)
         self.target, self.durable, self.rank_count = local_path(path), durable, rank_count
+        self._known = known
         self.staging: Staging | None = None
 
     @property
@@ -226,7 +232,8 @@ class NativeStorageWriter(FileSystemWriter):
             self._sync([NATIVE_METADATA_NAME])
         self.staging.publish(None)
         self.staging = None
-        remember(self.target, metadata)
+        if self._known is not None:
+            self._known.remember(self.target, metadata)
 
     def discard(self) -> None:
         """Remove what a failed save left; nothing where it succeeded."""
@@ -243,7 +250,8 @@ class NativeStorageReader(FileSystemReader):
     def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
         """The checkpoint's metadata. Raises CorruptionError where it was cut short."""
         if self._read is None:
-            with reading_metadata(os.path.join(self.path, NATIVE_METADATA_NAME)):
+            where = os.path.join(self.path, NATIVE_METADATA_NAME)
+            with refusals("reading", where), reading_metadata(where):
                 self._read = super().read_metadata(*arguments, **options)
         return self._read
 

@@ -35,7 +35,6 @@ from twinproof.checkpoint.catalog import (
     check_parts,
     crc32,
     metadata_of,
-    read_catalog,
     states_sums,
     sums_of,
     to_text,
@@ -75,6 +74,7 @@ from twinproof.checkpoint.publish import (
     warn_of_leftovers,
     write_file,
 )
+from twinproof.checkpoint.whole import read_catalog
 from twinproof.errors import ConfigError, PlanError, UnsupportedError, check_flags, check_kind
 
 __all__ = ["FileBytes", "Merge", "MergeJob", "consolidate", "load_file", "save_file", "write_shards"]

@@ -6,6 +6,7 @@ whole ones for it. What was found out is kept, so that the metadata of many step
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import threading
@@ -18,7 +19,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from twinproof import regime
-from twinproof.checkpoint.catalog import CHUNKS_LEAVE_A_GAP, list_files, read_catalog, read_index
+from twinproof.checkpoint import catalog
+from twinproof.checkpoint.catalog import CHUNKS_LEAVE_A_GAP, Catalog, list_files, read_index
 from twinproof.checkpoint.format import (
     HEADER_BYTES_MAX,
     INDEX_NAME,
@@ -28,19 +30,69 @@ from twinproof.checkpoint.format import (
     SUFFIX,
     parse_json_object,
 )
+from twinproof.checkpoint.publish import storage_error
 from twinproof.errors import CorruptionError, FormatError, TwinproofError, UnsupportedError
 
-__all__ = ["check_reaches", "check_whole", "ends_of", "reading_metadata", "remember"]
+__all__ = ["Known", "check_reaches", "check_whole", "ends_of", "read_catalog", "reading_metadata", "refusals"]
 
+# None: what Python said, and not the system.
+_NO_PATH = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _Status = tuple[int, int, int]  # Time of change in ns, bytes, inode.
 
 # A few hundred bytes for each file of a checkpoint; of more checkpoints the oldest are read again.
 _KNOWN_MAX = regime(4096, 2)
-_known: OrderedDict[str, tuple[Any, Mapping[str, int]]] = OrderedDict()
-_lock = threading.Lock()
 
 
-def check_whole(folder: Path, *, is_native: bool) -> None:
+class Known:
+    """What was found out of checkpoints that have not changed since: the files of each, and how far each reaches.
+
+    Whoever looks again and again keeps one; several threads may ask.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[str, tuple[Any, Mapping[str, int]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, folder: Path, status: Any) -> Mapping[str, int] | None:
+        """None of a checkpoint whose files have another status by now."""
+        with self._lock:
+            found = self._found.get(os.path.abspath(folder))
+        return found[1] if found is not None and found[0] == status else None
+
+    def keep(self, folder: Path, status: Any, ends: Mapping[str, int]) -> None:
+        """What was found out, and of which status."""
+        with self._lock:
+            self._found[os.path.abspath(folder)] = status, ends
+            self._found.move_to_end(os.path.abspath(folder))
+            while len(self._found) > _KNOWN_MAX:
+                self._found.popitem(last=False)
+
+    def remember(self, folder: Path, metadata: Metadata) -> None:
+        """What was just saved there, so that nobody has to read it again."""
+        with suppress(OSError):
+            self.keep(folder, _status(folder / NATIVE_METADATA_NAME), ends_of(metadata))
+
+
+@contextmanager
+def refusals(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """What the system refuses inside, as StorageError of the file; a path to nothing stays the error that it is."""
+    try:
+        yield
+    except TwinproofError:
+        raise
+    except OSError as error:
+        if error.errno in _NO_PATH:
+            raise
+        raise storage_error(error, doing, error.filename or path) from error
+
+
+def read_catalog(path: str | os.PathLike[str]) -> Catalog:
+    """As ``catalog.read_catalog``. Raises StorageError for what may not be read, too."""
+    with refusals("reading", path):
+        return catalog.read_catalog(path)
+
+
+def check_whole(folder: Path, *, is_native: bool, known: Known) -> None:
     """Demand all files of a checkpoint of torch's format, or of an HF one, each as long as it is said to be.
 
     What else is wrong with them is for a load to say.
@@ -51,10 +103,10 @@ def check_whole(folder: Path, *, is_native: bool) -> None:
     """
     if is_native:
         with suppress(UnsupportedError):
-            for name, end in sorted(_native_ends(folder).items()):
+            for name, end in sorted(_native_ends(folder, known).items()):
                 check_reaches(os.path.join(folder, name), end)
     else:
-        _check_hf(folder)
+        _check_hf(folder, known)
 
 
 def check_reaches(file: str, end_bytes: int) -> None:
@@ -72,20 +124,6 @@ def check_reaches(file: str, end_bytes: int) -> None:
             expected=f">= {end_bytes} bytes",
             where=file,
         )
-
-
-def _known_of(folder: Path, status: Any) -> Mapping[str, int] | None:
-    with _lock:
-        found = _known.get(os.path.abspath(folder))
-    return found[1] if found is not None and found[0] == status else None
-
-
-def _keep(folder: Path, status: Any, ends: Mapping[str, int]) -> None:
-    with _lock:
-        _known[os.path.abspath(folder)] = status, ends
-        _known.move_to_end(os.path.abspath(folder))
-        while len(_known) > _KNOWN_MAX:
-            _known.popitem(last=False)
 
 
 def _status(path: str | os.PathLike[str]) -> _Status:
@@ -132,34 +170,28 @@ def ends_of(metadata: Metadata) -> dict[str, int]:
     return ends
 
 
-def remember(folder: Path, metadata: Metadata) -> None:
-    """Keep what was just saved there, so that nobody has to read it again."""
-    with suppress(OSError):
-        _keep(folder, _status(folder / NATIVE_METADATA_NAME), ends_of(metadata))
-
-
-def _native_ends(folder: Path) -> Mapping[str, int]:
+def _native_ends(folder: Path, known: Known) -> Mapping[str, int]:
     path = folder / NATIVE_METADATA_NAME
     status = _status(path)
-    known = _known_of(folder, status)
-    if known is None:
+    found = known.of(folder, status)
+    if found is None:
         where = os.fspath(path)
         with open(path, "rb") as file, reading_metadata(where):
             metadata = pickle.load(file)
             if not isinstance(metadata, Metadata):
                 got = type(metadata).__name__
                 raise CorruptionError("no metadata of torch's", got=got, expected="Metadata", where=where)
-            known = ends_of(metadata)
-        _keep(folder, status, known)
-    return known
+            found = ends_of(metadata)
+        known.keep(folder, status, found)
+    return found
 
 
 # HF's.
 
 
-def _check_hf(folder: Path) -> None:
+def _check_hf(folder: Path, known: Known) -> None:
     status = {name: _status_of(folder / name) for name in sorted(os.listdir(folder)) if _is_of_hf(name)}
-    if _known_of(folder, status) is not None:
+    if known.of(folder, status) is not None:
         return
     index = read_index(folder)
     files = list_files(folder) if index is None else [folder / name for name in sorted(set(index.weight_map.values()))]
@@ -174,7 +206,7 @@ def _check_hf(folder: Path) -> None:
         raise
     except (FormatError, UnsupportedError):
         return
-    _keep(folder, status, {})
+    known.keep(folder, status, {})
 
 
 def _status_of(path: Path) -> _Status | None:

@@ -12,6 +12,7 @@ from conformance.checkpoint.planted.planting import nothing
 from conformance.harness import fault, mutated, patched, swap
 from twinproof.checkpoint.groups import own_group
 from twinproof.checkpoint.manager import _Cleaner
+from twinproof.checkpoint.whole import Known
 
 replaced_files_unnoticed = patched(
     "Files that were replaced after their headers were read are read as if they were the same.",
@@ -73,7 +74,7 @@ refused_managers_keep_what_they_made = patched(
 @fault(kills="CKPT-728", at="twinproof.checkpoint.manager:CheckpointManager._set_up")
 def retention_begins_before_the_checks(original: Any, manager: Any) -> None:
     """A thread begins before the options of the HF writer are checked, and ends where they are right alone."""
-    cleaner = _Cleaner(manager.policy.folder, 1)
+    cleaner = _Cleaner(manager.policy.folder, 1, Known())
     original(manager)
     cleaner.close()
 

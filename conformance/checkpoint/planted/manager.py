@@ -125,7 +125,7 @@ def _by_name(folder: Path) -> dict[int, CheckpointFormat]:
 kept_by_name = patched(
     "Retention counts folders by their names, complete or not, as torchtitan's does.",
     swap(f"{_MANAGER}:complete_steps", _by_name),
-    swap(f"{_MANAGER}:is_whole", lambda step, kind: True),
+    swap(f"{_MANAGER}:is_whole", lambda *_: True),
     kills="CKPT-439",
 )
 
@@ -154,9 +154,9 @@ class _Late:
 
 
 @fault(kills="CKPT-441", at=f"{_CLASS}._save")
-def saved_when_awaited(original: Any, manager: Any, step: Any, state: Any, *rest: Any) -> Any:
+def saved_when_awaited(original: Any, manager: Any, step: Any, state: Any, writer: Any, *rest: Any) -> Any:
     """An asynchronous save reads the states when somebody waits for it, long after the call."""
-    original(manager, step, state, *rest)
+    original(manager, step, state, writer, *rest)
     if manager._pending is not None:
         manager._pending.upload.result()
         if manager._pending.staging is not None:

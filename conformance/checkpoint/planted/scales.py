@@ -23,7 +23,11 @@ every_weight_has_scales = patched(
 )
 stored_numbers_refused = patched(
     "Nobody can read the stored numbers of quantized weights.",
-    mutated("twinproof.checkpoint.dcp:HuggingFaceStorageReader.targets", "elif target.dtype != stored:", "else:"),
+    mutated(
+        "twinproof.checkpoint.dcp:HuggingFaceStorageReader.targets",
+        "if target.dtype != stored and self.cast:",
+        "if self.cast:",
+    ),
     mutated(f"{_SCALES}:check_plain", "if dtype.is_floating_point and stored in", "if stored in"),
     kills="CKPT-911",
 )

@@ -10,7 +10,7 @@ _WHOLE, _MANAGER = "twinproof.checkpoint.whole", "twinproof.checkpoint.manager"
 
 metadata_is_a_checkpoint = patched(
     "A step that has metadata counts as complete, whatever of its files is there.",
-    swap(f"{_WHOLE}:_native_ends", lambda folder: {}),
+    swap(f"{_WHOLE}:_native_ends", lambda *_: {}),
     kills="CKPT-903",
 )
 files_of_the_index_of_any_length = patched(
@@ -46,17 +46,17 @@ later_versions_passed_over = patched(
 )
 own_saves_read_again = patched(
     "Retention reads the metadata of what this process has just saved.",
-    swap("twinproof.checkpoint.native:remember", lambda folder, metadata: None),
+    swap(f"{_WHOLE}:Known.remember", lambda *_: None),
     kills="CKPT-906",
 )
 metadata_read_after_each_save = patched(
     "Retention reads the metadata of each step after each save.",
-    mutated(f"{_WHOLE}:_known_of", "found[0] == status", "found[0] is status"),
+    mutated(f"{_WHOLE}:Known.of", "found[0] == status", "found[0] is status"),
     kills="CKPT-906",
 )
 changed_folders_believed = patched(
     "What was whole once is whole for ever.",
-    mutated(f"{_WHOLE}:_known_of", "and found[0] == status", ""),
+    mutated(f"{_WHOLE}:Known.of", "and found[0] == status", ""),
     kills="CKPT-906",
 )
 missing_shards_count = patched(
@@ -68,6 +68,11 @@ contradictions_passed_over = patched(
     "A step whose files contradict each other is none, and an older one is loaded.",
     mutated(f"{_WHOLE}:_check_hf", "if error.message != CHUNKS_LEAVE_A_GAP:", "if False:"),
     kills="CKPT-907",
+)
+refusals_unnamed = patched(
+    "What may not be read is a bare error of the system.",
+    mutated(f"{_WHOLE}:refusals", "if error.errno in _NO_PATH:", "if True:"),
+    kills="CKPT-916",
 )
 unreadable_step_passed_over = patched(
     "A step that may not be read is none, and an older one is loaded.",
