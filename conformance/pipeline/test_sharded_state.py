@@ -541,8 +541,15 @@ def _exported(rank: Rank, folder: str) -> None:
             assert_equal(made.to_local() is None, part.to_local() is None, where=f"{where}: a part")
             if part.to_local() is not None:
                 assert_bits(made.to_local(), part.to_local().to(dtype), where)
-        with raises(UnsupportedError, mentions=("_to_copy",), where=f"{name} elsewhere"):
-            part.to("meta", torch.float16)
+        for dtype in (part.dtype, torch.float16):
+            where = f"{name} elsewhere, as {dtype}"
+            with succeeds("a copy", where=where):
+                made = part.to("meta", dtype)
+            assert_equal((made.dtype, made.shape, made.origin), (dtype, part.shape, part.origin), where=where)
+            if part.to_local() is not None:
+                assert_equal((made.to_local().is_meta, made.to_local().dtype), (True, dtype), where=where)
+        with raises(UnsupportedError, mentions=("_to_copy",), where=f"{name} in pinned memory"):
+            torch.ops.aten._to_copy(part, pin_memory=True)
     with checkpoint.CheckpointManager(folder, model=sharded, interval=9, export_dtype="bfloat16") as manager:
         manager.save(1, last_step=True)
     wholes = {f"embedding_bags.{config.name}.weight": weight for config, weight in zip(configs, weights, strict=True)}
@@ -555,7 +562,8 @@ def _exported(rank: Rank, folder: str) -> None:
 @requirement(
     "PIPE-690",
     "A part of a table MUST become one of the same place in another dtype, so that a trainer's last save of cut tables "
-    "may be cast in torch's format, too; elsewhere than on its device it MUST NOT.",
+    "may be cast in torch's format, too; sent to a device its values MUST be there. A copy of another kind of "
+    "memory MUST be refused.",
 )
 def test_parts_in_another_dtype(rank_pool: Any, checkpoint: Any, tmp_path: Path) -> None:
     rank_pool.run(_exported, 2, str(tmp_path))

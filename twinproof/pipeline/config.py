@@ -11,9 +11,10 @@ import math
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -387,8 +388,27 @@ _UNREAD = ("eps", "betas", "beta1", "beta2")
 _WITHOUT = ("weight_decay", "momentum", "dampening", "nesterov", "lr_decay", "amsgrad", "maximize")
 
 
+class StateHolder(Protocol):
+    """Who has the states of an optimizer in the backward, by the name of each table's weight, then of the state."""
+
+    def named_states(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """All of them: themselves, not copies."""
+
+    def load_named_states(self, states: Mapping[Any, Any]) -> None:
+        """Take the values of all. Raises a TwinproofError for others than these; then nothing was changed."""
+
+
 class InBackwardOptimizer(torch.optim.Optimizer):
     """A handle on the optimizer in the backward, for schedulers: ``step()`` and ``zero_grad()`` do nothing.
+
+    Its state dict has the learning rate and the step. That of a cut collection has the states of the cut tables, too,
+    as torchrec's ``KeyedOptimizer``: ``["state"]["embedding_bags.{table}.weight"]["{table}.momentum1"]`` is this rank's
+    part, itself and not a copy, of what ``optimizer_state_dict`` of the collection has. States of key-value tables are
+    in their rows, those of ``TableBatchedEmbeddingBags`` in the module's own state dict. A copy of the handle alone
+    has no tables, and so no states.
+
+    A ``GradScaler`` knows nothing of these steps: it neither unscales their gradients nor skips them. See the page on
+    pipelines for a hook that does.
 
     Attributes:
         config: what was asked for; the learning rate of the moment is ``param_groups[0]["lr"]``. eps and betas are
@@ -397,9 +417,14 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         step_count: backward passes so far; Adam's step. It is an option of the group, so that a state dict has it.
 
     Raises:
-        ConfigError: what is no FusedOptimizer; a step that is none. MissingKeyError: ``load_state_dict`` without the
-            learning rate or the step. Then nothing was changed.
+        ConfigError: what is no FusedOptimizer; a step that is none; ``load_state_dict`` of states of other tables.
+            MissingKeyError: ``load_state_dict`` without its groups, the learning rate, the step or the state of a cut
+            table.
+            ShapeError: a state of another shape, place or dtype. UnsupportedError: a state that is no dense tensor, or
+            one on meta; the collection was deleted. Then nothing was changed.
     """
+
+    _holder: weakref.ref[StateHolder] | None = None
 
     def __init__(self, config: FusedOptimizer) -> None:
         # One of torch's, which users have at hand, is none that a backward can run.
@@ -420,7 +445,46 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 expected = "lr and step_count, as state_dict() of the optimizer in the backward has them"
                 raise MissingKeyError("options are not here", got=missing, expected=expected, where="param_groups")
             group["step_count"] = own_step(group["step_count"], "step_count")
+        if self._holder is not None:
+            self._held(self._holder).load_named_states(state["state"])
+            # They are the tables', wherever these go: here would be copies.
+            state = {**state, "state": defaultdict(dict)}
+        elif state["state"]:
+            got, expected = [str(name) for name in state["state"]], "none: the module's own state dict has them"
+            raise ConfigError("states that no table has here", got=got, expected=expected, where="state")
         super().__setstate__(state)
+
+    def bind(self, holder: StateHolder) -> None:
+        """Have state dicts carry the states that somebody else has, and who may be gone before this handle."""
+        self._holder = weakref.ref(holder)
+
+    def _held(self, holder: weakref.ref[StateHolder]) -> StateHolder:
+        found = holder()
+        if found is None:
+            got, expected = "the optimizer of a collection that was deleted", "a collection that lives as long"
+            raise UnsupportedError("states of no table", got=got, expected=expected, where="fused_optimizer")
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class. Raises UnsupportedError where the collection was deleted."""
+        if self._holder is None:
+            return super().state_dict()
+        # Where torch finds them, and hooks of state dicts, too.
+        self.state.update(self._held(self._holder).named_states())  # type: ignore[arg-type]
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """See the class. Tensors are copied into the tables' states."""
+        try:
+            super().load_state_dict(state_dict)
+        except KeyError as error:
+            if error.args[0] not in ("state", "param_groups"):
+                raise
+            got, expected = list(state_dict), "state and param_groups, which torchrec's KeyedOptimizer leaves out"
+            raise MissingKeyError("not a state dict", got=got, expected=expected, where="load_state_dict") from None
 
     @property
     def step_count(self) -> int:

@@ -10,14 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from traceback import walk_stack
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.optim.swa_utils import AveragedModel
 
 from twinproof.engine import FirstDerivatives, eagerly
-from twinproof.errors import ConfigError, IdRangeError, MissingKeyError, ShapeError, UnsupportedError
+from twinproof.errors import (
+    ConfigError,
+    IdRangeError,
+    MissingKeyError,
+    ShapeError,
+    UnsupportedError,
+    check_kind,
+)
 from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
@@ -75,10 +84,10 @@ __all__ = [
 class TableShard(torch.Tensor):
     """This rank's part, [r, c] at (row, column), of a global [E, D] tensor. Its shape is the global one.
 
-    ``to_local()`` is the part itself, not a copy, or None on a rank that has none. It can be cloned, cast by
-    ``to(dtype)``, and copied into the same part of another; other torch operations are refused, for they would need the
+    ``to_local()`` is the part itself, not a copy, or None on a rank that has none. It can be cloned, cast or sent by
+    ``to()``, and copied into the same part of another; other torch operations are refused, for they would need the
     whole. Save and load it through ``torch.distributed.checkpoint``, asynchronously too, or each rank its own by
-    ``torch.save``.
+    ``torch.save``. It has no storage: what writes safetensors itself refuses it by name.
     """
 
     _local: torch.Tensor | None
@@ -107,6 +116,44 @@ class TableShard(torch.Tensor):
     def _place(self) -> tuple[tuple[int, int], tuple[int, ...]] | None:
         """Where the part begins, and its shape; None where there is none."""
         return None if self._local is None else (self._origin, tuple(self._local.shape))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Torch's own way back for such a class takes no function as ``map_location``.
+        return _made_anew, (tuple(self.shape), self.dtype, self._local, self._origin)
+
+    def untyped_storage(self) -> Any:
+        """Refused: the memory of a part is not that of its shape. Raises UnsupportedError."""
+        expected = "to_local(), which has; or a save by torch.distributed.checkpoint or torch.save"
+        raise UnsupportedError(
+            "a part of a table has no storage", got=repr(self), expected=expected, where="untyped_storage"
+        )
+
+    def storage(self) -> Any:
+        """As ``untyped_storage``."""
+        return self.untyped_storage()
+
+    def share_memory_(self) -> Any:
+        """As ``untyped_storage``."""
+        return self.untyped_storage()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """As ``untyped_storage``."""
+        return self.untyped_storage()
+
+    @property
+    def data(self) -> Any:
+        """As of any tensor."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: Any) -> None:
+        """Refused: torch would keep the values beside the part, where nothing reads them. Raises UnsupportedError."""
+        raise UnsupportedError(
+            "a part is written in place",
+            got="data =",
+            expected="load_state_dict of the collection, or a copy into to_local()",
+            where="TableShard",
+        )
 
     def __deepcopy__(self, memo: Any) -> TableShard:
         return self._with_local(torch.Tensor.clone)
@@ -142,8 +189,8 @@ class TableShard(torch.Tensor):
             check_part(args[0], args[1], "copy_")
             copy_into(args[0], args[1])
             return args[0]
-        if func is aten._to_copy.default and options.keys() == {"dtype"}:
-            return args[0]._with_local(lambda part: part.to(options["dtype"]), options["dtype"])
+        if func is aten._to_copy.default and options.keys() <= {"dtype", "device", "non_blocking"}:
+            return args[0]._with_local(lambda part: part.to(**options), options.get("dtype"))
         expected = "an operation on its to_local()"
         raise UnsupportedError("a part of a table, not the table", got=str(func), expected=expected, where="TableShard")
 
@@ -169,8 +216,15 @@ class TableShard(torch.Tensor):
         return self._local
 
 
+def _made_anew(
+    shape: tuple[int, int], dtype: torch.dtype, local: torch.Tensor | None, origin: tuple[int, int]
+) -> TableShard:
+    """What a saved part is read by: its values come as any tensor's."""
+    return TableShard.make(shape, dtype, local, origin)
+
+
 # ``torch.load`` reads by default only what was said to be data: a saved state dict of cut tables is.
-torch.serialization.add_safe_globals([TableShard])
+torch.serialization.add_safe_globals([TableShard, _made_anew])
 
 
 def check_part(target: TableShard, value: Any, where: str) -> None:
@@ -214,6 +268,19 @@ def copy_into(target: TableShard, value: torch.Tensor) -> None:
             local.copy_(source)
 
 
+def fill(targets: Mapping[str, TableShard], values: Mapping[str, Any]) -> None:
+    """Copy the value of each name into its part. Raises what ``check_part`` does; then nothing was changed."""
+    for name, target in targets.items():
+        check_part(target, values[name], name)
+    for name, target in targets.items():
+        copy_into(target, values[name])
+
+
+def _flat(states: Mapping[Any, Mapping[Any, Any]]) -> dict[str, Any]:
+    """Weight -> state -> value, as "weight: state" -> value."""
+    return {f"{name}: {state}": value for name, held in states.items() for state, value in held.items()}
+
+
 STEP = "fused_optimizer.step"
 
 
@@ -237,6 +304,12 @@ class TableParts:
             for index, shard in enumerate(group.shards)
             if rules[shard.table].is_cut
         }
+        optimizer.bind(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copied optimizer is that of the copied tables.
+        self.__dict__.update(state)
+        self._optimizer.bind(self)
 
     def local_shards(self) -> dict[str, tuple[Shard, torch.Tensor, dict[str, torch.Tensor]]]:
         """Table -> this rank's shard, its weight [r, c] and its states [r, c] or [r, 1]: themselves, not copies."""
@@ -299,11 +372,35 @@ class TableParts:
                 "names are not in the state dict", got=missing, expected=expected, where="optimizer state"
             )
         step = own_step(state[STEP], STEP)
-        for name, view in views.items():
-            check_part(view, state[name], name)
-        for name, view in views.items():
-            copy_into(view, state[name])
+        fill(views, state)
         self._optimizer.step_count = step
+
+    def named_states(self) -> dict[str, dict[str, TableShard]]:
+        """``embedding_bags.{table}.weight`` -> ``{table}.{state}``, which are torchrec's names -> this rank's part."""
+        found = dict[str, dict[str, TableShard]]()
+        for name, view in self.views(states=True).items():
+            table, _, state = name.removeprefix("embedding_bags.").rpartition(".")
+            found.setdefault(f"embedding_bags.{table}.weight", {})[f"{table}.{state}"] = view
+        return found
+
+    def load_named_states(self, states: Mapping[Any, Any]) -> None:
+        """Take what ``named_states`` has, from parts at the same places or from whole tensors.
+
+        Raises:
+            MissingKeyError: states that are absent. ConfigError: states that no cut table has here. ShapeError,
+                UnsupportedError: see ``check_part``. Then nothing was changed.
+        """
+        views = _flat(self.named_states())
+        for name, held in states.items():
+            check_kind(held, Mapping, str(name), "state name -> tensor")
+        given = _flat(states)
+        missing, others = sorted(set(views) - set(given)), sorted(set(given) - set(views))
+        if missing:
+            expected = "the states of each cut table, as state_dict() of its optimizer has them"
+            raise MissingKeyError("states are not in the state dict", got=missing, expected=expected, where="state")
+        if others:
+            raise ConfigError("states that no table has here", got=others, expected=sorted(views), where="state")
+        fill(views, given)
 
     def key_value_state_dict(self, *, snapshot: bool = True, chunk_rows: int | None = None) -> dict[str, Any]:
         """The key-value tables' rows, as ``KVStore.state_dict`` gives them; every rank calls this."""
@@ -329,10 +426,7 @@ class TableParts:
         """
         views = {prefix + name: view for name, view in self.views(states=False).items()}
         loaded = {name: view for name, view in views.items() if name in state}
-        for name, view in loaded.items():
-            check_part(view, state[name], name)
-        for name, view in loaded.items():
-            copy_into(view, state[name])
+        fill(loaded, state)
         return list(loaded), [name for name in views if name not in loaded]
 
 
@@ -476,14 +570,15 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     A table whose parameter requires no gradient, when it is cut or when the backward comes (``requires_grad_(False)``
     of this module or of what it lists), is looked up and not stepped; a backward is a step all the same. A model around
-    this module does not list cut tables, so that its own ``requires_grad_`` does not reach them.
+    this module does not list cut tables, so that its own ``requires_grad_`` does not reach them. For the same reason
+    torch's ``AveragedModel`` would never average them: it is refused, unless no table that is cut is trained.
 
     Attributes:
         fused_optimizer: a handle for schedulers on the optimizer in the backward; see ``InBackwardOptimizer``.
 
     Raises:
         ConfigError: a plan or an optimizer that does not fit; feature processors on other than table- and column-wise
-            tables. UnsupportedError: not a collection of bags.
+            tables. UnsupportedError: not a collection of bags; ``AveragedModel`` of trained cut tables.
         IdRangeError: an id outside its table.
     """
 
@@ -605,11 +700,22 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         return self._engine.fresh((part.shape[0], part.shape[1]), part.dtype, part.device).copy_(part)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Tables, states and optimizer of its own; the ranks are the same."""
+        """Tables, states and optimizer of its own; the ranks are the same. Raises UnsupportedError: see the class."""
+        self._check_averaged()
         memo[id(self.process_group)] = self.process_group
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__dict__.update(deepcopy(self.__getstate__(), memo))
         return made
+
+    def _check_averaged(self) -> None:
+        """Refuse a copy for torch's ``AveragedModel``, which averages what a model lists: not the tables cut here."""
+        if all(frame.f_code is not AveragedModel.__init__.__code__ for frame, _ in walk_stack(None)):
+            return
+        cut = {table.name for table, own in zip(self.tables, self.plan, strict=True) if not own.rule.is_replicated}
+        if trained := sorted(cut - self._frozen_now()):
+            expected = "AveragedModel of the other modules, and local_weights() averaged beside it"
+            message = "an averaged model would keep the tables of its first moment"
+            raise UnsupportedError(message, got=trained, expected=expected, where="AveragedModel")
 
     def __getstate__(self) -> dict[str, Any]:
         # Parameters that were listed are this module's tables: a copy of them would be a second copy of its tables.

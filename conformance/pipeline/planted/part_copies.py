@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, mutated, patched
+from conformance.harness import fault, mutated, patched, swap
 
 
 @fault(kills="PIPE-666", at="torch:load")
@@ -58,4 +58,30 @@ dtypes_passed_over = patched(
         "True",
     ),
     kills="PIPE-646",
+)
+
+_SHARD = "twinproof.pipeline.sharded:TableShard"
+as_torch_pickles = patched(
+    "A part is pickled as torch pickles every class of this kind.",
+    mutated(
+        f"{_SHARD}.__reduce_ex__",
+        "return _made_anew, (tuple(self.shape), self.dtype, self._local, self._origin)",
+        "return torch.Tensor.__reduce_ex__(self, protocol)",
+    ),
+    kills="PIPE-744",
+)
+read_at_the_beginning = patched(
+    "A part that was read stands at the beginning of its table.",
+    mutated("twinproof.pipeline.sharded:_made_anew", "local, origin)", "local)"),
+    kills="PIPE-744",
+)
+storage_of_its_shape = patched(
+    "A part hands out a storage as torch makes it, which has no memory.",
+    mutated(f"{_SHARD}.untyped_storage", "expected = ", "return torch.Tensor.untyped_storage(self)\n    expected = "),
+    kills="PIPE-745",
+)
+values_beside_the_part = patched(
+    "Values in a part's place are kept beside it.",
+    swap(f"{_SHARD}.data", torch.Tensor.data),
+    kills="PIPE-745",
 )

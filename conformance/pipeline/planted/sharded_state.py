@@ -76,23 +76,14 @@ def first_weights_by_local_row(original: Any, table: Any, index: int, shard: Sha
     return made.contiguous()
 
 
-states_checked_one_by_one = patched(
-    "States are loaded one after the other until one does not fit.",
+checked_one_by_one = patched(
+    "Parts are loaded one after the other until one does not fit.",
     mutated(
-        "twinproof.pipeline.sharded:TableParts.load_optimizer_state_dict",
-        "check_part(view, state[name], name)\n",
-        "check_part(view, state[name], name)\n        copy_into(view, state[name])\n",
+        "twinproof.pipeline.sharded:fill",
+        "check_part(target, values[name], name)\n",
+        "check_part(target, values[name], name)\n        copy_into(target, values[name])\n",
     ),
-    kills="PIPE-445",
-)
-tables_checked_one_by_one = patched(
-    "Tables are loaded one after the other until one does not fit.",
-    mutated(
-        "twinproof.pipeline.sharded:TableParts.load",
-        "check_part(view, state[name], name)\n",
-        "check_part(view, state[name], name)\n        copy_into(view, state[name])\n",
-    ),
-    kills="PIPE-445",
+    kills=("PIPE-445", "PIPE-741"),
 )
 
 
@@ -141,7 +132,7 @@ parts_never_cast = patched(
     "A part of a table cannot be cast.",
     mutated(
         "twinproof.pipeline.sharded:TableShard.__torch_dispatch__",
-        'func is aten._to_copy.default and options.keys() == {"dtype"}',
+        'func is aten._to_copy.default and options.keys() <= {"dtype", "device", "non_blocking"}',
         "False",
     ),
     kills="PIPE-690",
@@ -152,9 +143,11 @@ cast_parts_at_the_beginning = patched(
     kills="PIPE-690",
 )
 places_passed_over = patched(
-    "A part that is asked elsewhere in another dtype stays where it is, without a word.",
+    "A part that is asked elsewhere stays where it is, without a word.",
     mutated(
-        "twinproof.pipeline.sharded:TableShard.__torch_dispatch__", 'options.keys() == {"dtype"}', '"dtype" in options'
+        "twinproof.pipeline.sharded:TableShard.__torch_dispatch__",
+        "part.to(**options)",
+        'part.to(options.get("dtype", part.dtype))',
     ),
     kills="PIPE-690",
 )
