@@ -239,6 +239,17 @@ def test_metadata_is_read_once(checkpoint: Any, tmp_path: Path, monkeypatch: pyt
         with raises(ConfigError, mentions=("model alone", "step-11"), where="an HF step"):
             _loaded(checkpoint, folder)
     assert_equal(read, Counter({"step-11": 2}), where="headers of an HF step, by two managers")
+    known = whole.Known()
+    for changed, is_native, change in (
+        (hf, False, _last_byte(NUMBERED[0])),
+        (folder / "step-10", True, _last_byte(".metadata")),
+    ):
+        copied = shutil.copytree(changed, tmp_path / "changed" / changed.name)
+        for _ in range(2):
+            whole.check_whole(copied, is_native=is_native, known=known)
+        change(copied)
+        with raises(CorruptionError, where=f"{changed.name}, changed since it was seen"):
+            whole.check_whole(copied, is_native=is_native, known=known)
     _last_byte(NUMBERED[0])(hf)
     with succeeds("a load", where="an HF step that became shorter"):
         assert_equal(_loaded(checkpoint, folder), (True, 7.0), where="an HF step that became shorter")

@@ -53,8 +53,8 @@ loaded_over_all_ranks = patched(
     "A training of some of the ranks is loaded over the group of all.",
     mutated(
         "twinproof.checkpoint.native:load_native",
-        "FillingPlanner(), process_group=process_group)",
-        "FillingPlanner())",
+        "planner=planner, process_group=process_group)",
+        "planner=planner)",
     ),
     kills="CKPT-876",
 )

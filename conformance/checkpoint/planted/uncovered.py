@@ -27,7 +27,7 @@ gaps_by_volume = patched(
 )
 gaps_by_parts_of_torch = patched(
     "A native load plans as torch does.",
-    mutated(f"{_NATIVE}:load_native", "planner=FillingPlanner(), ", ""),
+    mutated(f"{_NATIVE}:load_native", "planner=planner, ", ""),
     kills=("CKPT-877", "CKPT-880", "CKPT-881"),
 )
 overlaps_are_gaps = patched(
