@@ -54,14 +54,11 @@ def trained_params(optimizer: Any) -> list[Any]:
 
 
 def clear_gradients(optimizer: Any) -> None:
-    """``zero_grad``, and the same for what masters are rounded into, where the backward leaves its gradients."""
+    """``zero_grad``, which a training step cannot do without. Raises ConfigError without an optimizer."""
     if optimizer is None:
         expected = "an optimizer of the dense parameters, or model.eval()"
         raise ConfigError("a step in training without an optimizer", got=None, expected=expected, where="optimizer")
     optimizer.zero_grad()
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if _trained(param) is not param:
-            _trained(param).grad = None
 
 
 def _trained(param: Any) -> Any:

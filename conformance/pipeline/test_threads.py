@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,12 @@ def test_modules_of_others(pipeline: Any, name: str) -> None:
     assert_same_state(job, loop, name)
 
 
+def _wrapped_functions() -> list[tuple[dict[str, Any], str, Any]]:
+    """What torch.fx replaces during a trace beside modules: the functions that were given to ``torch.fx.wrap``."""
+    fx: Any = importlib.import_module("torch.fx._symbolic_trace")
+    return [(scope, name, scope[name]) for (_, name), scope in fx._wrapped_fns_to_patch.items() if name in scope]
+
+
 class _Seen:
     """A lock that says when the second thread asks for it."""
 
@@ -104,7 +111,7 @@ class _Seen:
 )
 @pytest.mark.parametrize("name", _TRACING)
 def test_two_at_once(pipeline: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = torch.nn.Module.__call__, torch.nn.Module.__getattr__
+    calls, functions = (torch.nn.Module.__call__, torch.nn.Module.__getattr__), _wrapped_functions()
     met, over, told = threading.Event(), threading.Event(), list[str]()
     lock = threading.RLock()
     monkeypatch.setattr("twinproof.pipeline.tracing._ONE_TRACE", _Seen(lock, met))
@@ -146,3 +153,5 @@ def test_two_at_once(pipeline: Any, name: str, monkeypatch: pytest.MonkeyPatch) 
         over.set()
         threads[0].join(_LIMIT_S)
         torch.nn.Module.__call__, torch.nn.Module.__getattr__ = calls  # type: ignore[method-assign]
+        for scope, function, own in functions:
+            scope[function] = own

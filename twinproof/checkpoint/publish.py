@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import stat
 import sys
 import time
 import uuid
@@ -78,6 +79,7 @@ _RENAME_EXCHANGE = 2
 # What says that a checkpoint is complete appears after everything else.
 _LAST_NAMES = (INDEX_NAME, NATIVE_METADATA_NAME)
 _AT_FDCWD = -100
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
@@ -115,12 +117,26 @@ def named_errors(doing: str, path: StrPath) -> Iterator[None]:
 
 
 def fsync_path(path: StrPath) -> None:
-    """Fsync a file or a folder by name."""
+    """Fsync a file or a folder by name. A folder that its file system cannot sync, as of some mounts, is logged."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
+        logger.warning("%s cannot be synced by its file system: a power cut may undo what was shown there", path)
     finally:
         os.close(descriptor)
+
+
+def _sync_shown(shown: StrPath, folders: Iterable[StrPath]) -> None:
+    """Fsync the folders that list what was just shown. Raises StorageError, which says that it is there."""
+    try:
+        for folder in folders:
+            fsync_path(folder)
+    except OSError as error:
+        named = storage_error(error, "it is shown, and a power cut may undo that: syncing the folder above it", shown)
+        raise named from error
 
 
 def _write_all(descriptor: int, content: memoryview) -> None:
@@ -142,7 +158,11 @@ def _create(path: StrPath, pieces: Iterable[bytes | memoryview], *, durable: boo
 
 
 def write_file(path: str, pieces: Iterable[bytes | memoryview], *, durable: bool) -> None:
-    """Write one file under a temporary name and rename it into place. Raises StorageError, ``path`` unchanged."""
+    """Write one file under a temporary name and rename it into place.
+
+    Raises:
+        StorageError: ``path`` is unchanged, unless it says that the file is shown.
+    """
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex[:12]}")
     try:
@@ -153,11 +173,11 @@ def write_file(path: str, pieces: Iterable[bytes | memoryview], *, durable: bool
             take_after(temporary, path)
         os.rename(temporary, path)
         if durable:
-            fsync_path(os.path.dirname(path) or ".")
+            _sync_shown(path, [os.path.dirname(path) or "."])
     except BaseException as error:
         if os.path.exists(temporary):
             os.unlink(temporary)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, TwinproofError):
             raise storage_error(error, "writing", path) from error
         raise
 
@@ -311,6 +331,7 @@ class Staging:
         self._others: Others | None = None
         # Where the folder that was replaced lies until it is deleted.
         self._replaced: Path | None = None
+        self._is_unsynced = False
         try:
             self.new_parents = _missing_parents(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -399,14 +420,19 @@ class Staging:
         return is_fixed or _works_in(self.target)
 
     def publish(self, index: bytes | None) -> None:
-        """Write the index, then show everything at once. Raises StorageError; the old checkpoint is then intact."""
+        """Write the index, then show everything at once.
+
+        Raises:
+            StorageError: the old checkpoint is intact, unless it says that the new one is shown.
+        """
         try:
             if index is not None:
                 _create(self.folder / INDEX_NAME, [index], durable=self.durable)
             self._publish_in_place() if self.in_place else self._publish_folder()
         except OSError as error:
-            named = storage_error(error, "publishing the checkpoint", self.target)
-            raise (error if isinstance(error, TwinproofError) else named) from error
+            if isinstance(error, TwinproofError):
+                raise
+            raise storage_error(error, "publishing the checkpoint", self.target) from error
 
     def _sync(self, path: Path) -> None:
         if self.durable:
@@ -419,13 +445,11 @@ class Staging:
         self._sync(self.folder)
         if not exists:
             os.rename(self.folder, self.target)
-            self._sync(self.target.parent)
-            for parent in self.new_parents:
-                self._sync(parent.parent)
+            self._sync_above()
         elif _exchange(self.folder, self.target):
             self._replaced = self.folder
             self._bring_over(self.folder)
-            self._sync(self.target.parent)
+            self._sync_above()
             self._drop(self.folder)
         else:
             # Without an exchange the target is absent for an instant; a crash then leaves the old one under this name.
@@ -434,8 +458,15 @@ class Staging:
             os.rename(self.folder, self.target)
             self._replaced = previous
             self._bring_over(previous)
-            self._sync(self.target.parent)
+            self._sync_above()
             self._drop(previous)
+
+    def _sync_above(self) -> None:
+        if self.durable:
+            # Until this is over a power cut may bring back what was replaced: where it fails, that is kept.
+            self._is_unsynced = True
+            _sync_shown(self.target, [self.target.parent, *(parent.parent for parent in self.new_parents)])
+            self._is_unsynced = False
 
     def _take_over(self) -> None:
         """Give the new folder what it takes over from the one that it replaces."""
@@ -482,7 +513,12 @@ class Staging:
             logger.warning("the replaced checkpoint could not be deleted: %s: %s", folder, error)
 
     def discard(self) -> None:
-        """Remove the staging folder after a failed save; where the new one was shown already, what it replaced."""
+        """Remove the staging folder after a failed save; where the new one was shown already, what it replaced.
+
+        Where the folder above could not be synced, what was replaced stays under its hidden name.
+        """
+        if self._is_unsynced:
+            return
         if self._replaced is not None:
             self._drop(self._replaced)
             return

@@ -46,8 +46,11 @@ _KNOWN_MAX = regime(4096, 2)
 class Known:
     """What was found out of checkpoints that have not changed since: the files of each, and how far each reaches.
 
-    Whoever looks again and again keeps one; several threads may ask.
+    Whoever looks again and again keeps one; several threads may ask. A copy knows nothing yet.
     """
+
+    def __reduce__(self) -> Any:
+        return Known, ()
 
     def __init__(self) -> None:
         self._found: OrderedDict[str, tuple[Any, Mapping[str, int]]] = OrderedDict()

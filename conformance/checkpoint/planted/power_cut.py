@@ -18,11 +18,11 @@ def index_not_synced(original: Any, path: Any, pieces: Any, *, durable: bool, **
 @fault(kills="CKPT-460", at="twinproof.checkpoint.publish:Staging._publish_folder")
 def renamed_before_the_sync(original: Any, staging: Any) -> None:
     """The folder is renamed first and synced afterwards, as if the order of calls were that of the disk."""
-    sync, staging._sync = staging._sync, nothing
+    sync, staging._sync, staging._sync_above = staging._sync, nothing, nothing
     try:
         original(staging)
     finally:
-        del staging._sync
+        del staging._sync, staging._sync_above
     sync(staging.target)
 
 
@@ -45,8 +45,8 @@ old_one_deleted_first = patched(
     "The old checkpoint is deleted before the new name is on disk.",
     mutated(
         _PUBLISH,
-        "self._sync(self.target.parent)\n        self._drop(self.folder)",
-        "self._drop(self.folder)\n        self._sync(self.target.parent)",
+        "self._sync_above()\n        self._drop(self.folder)",
+        "self._drop(self.folder)\n        self._sync_above()",
     ),
     kills="CKPT-552",
 )
@@ -54,8 +54,8 @@ previous_one_deleted_first = patched(
     "The same where two folders cannot be exchanged.",
     mutated(
         _PUBLISH,
-        "self._sync(self.target.parent)\n        self._drop(previous)",
-        "self._drop(previous)\n        self._sync(self.target.parent)",
+        "self._sync_above()\n        self._drop(previous)",
+        "self._drop(previous)\n        self._sync_above()",
     ),
     kills="CKPT-552",
 )
