@@ -462,11 +462,14 @@ class Staging:
             self._drop(previous)
 
     def _sync_above(self) -> None:
-        if self.durable:
-            # Until this is over a power cut may bring back what was replaced: where it fails, that is kept.
-            self._is_unsynced = True
+        if not self.durable:
+            return
+        try:
             _sync_shown(self.target, [self.target.parent, *(parent.parent for parent in self.new_parents)])
-            self._is_unsynced = False
+        except OSError:
+            # A power cut may bring back what was replaced.
+            self._is_unsynced = True
+            raise
 
     def _take_over(self) -> None:
         """Give the new folder what it takes over from the one that it replaces."""
