@@ -224,7 +224,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @requirement(
     "OPT-526",
     "Torch's optimizers MUST step masters with the operators that they step float32 parameters with, on a device by "
-    "foreach; copies of masters have the gradients of their own model, a copy of the optimizer alone those of none.",
+    "foreach; copies of masters have the gradients of their own model, a copy of the optimizer alone those of none, "
+    "and a shallow copy leaves the masters that it shares as they are.",
 )
 def test_steps_alike(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # As torch chooses on a device that has foreach.
@@ -259,6 +260,14 @@ def test_steps_alike(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_equal(master.grad is own.grad, True, where="gradient of copied masters")
         assert_equal(type(other) is torch.nn.Parameter, True, where="class of a parameter of a copied optimizer")
         assert_equal(other.grad, None, where="gradient of a copied optimizer")
+    kind = type(master := next(masters.parameters()))
+    with succeeds("a shallow copy", where="masters"):
+        shared = copy.copy(masters)
+    assert_equal(next(shared.parameters()) is master, True, where="a shallow copy shares its masters")
+    assert_equal(type(master) is kind, True, where="class of a master that is shared")
+    param.grad = values((4,), 1, torch.bfloat16)
+    optimizer.zero_grad()
+    assert_equal(param.grad, None, where="gradient behind zero_grad(), masters shared")
 
 
 @requirement(

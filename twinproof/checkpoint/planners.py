@@ -360,15 +360,18 @@ def check_blocks(plan: LoadPlan, planner: LoadPlanner) -> None:
     Raises:
         PlanError: what is to be read goes to none of a target's blocks.
     """
-    # This one plans them itself; one of somebody else's may have no state dict.
-    targets = {} if isinstance(planner, FillingPlanner) else getattr(planner, "state_dict", {})
-    shards = _PackedShards()
+    if isinstance(planner, FillingPlanner):
+        return
+    # One of somebody else's may have no state dict.
+    targets, shards = getattr(planner, "state_dict", {}), _PackedShards()
     for item in plan.items:
         fqn, at = item.dest_index.fqn, tuple(item.dest_index.offset or ())
         blocks = shards.blocks(fqn, targets.get(fqn))
+        if not blocks:
+            continue
         box, _ = blocks.get(at, (None, None))
         ends = [first + count for first, count in zip(item.dest_offsets, item.lengths, strict=True)]
-        if blocks and (box is None or any(end > size for end, size in zip(ends, box.sizes, strict=True))):
+        if box is None or any(end > size for end, size in zip(ends, box.sizes, strict=True)):
             raise PlanError(
                 "a packed shard is to be filled as if it were one block: it would get rows of other ranks",
                 got=f"{tuple(item.lengths)} at {at}, by {type(planner).__name__}",

@@ -412,7 +412,9 @@ def _as_made(master: Any) -> Iterator[Any]:
 
 
 def _bind(master: Any, param: torch.Tensor) -> None:
-    """Let a tensor be the master of a parameter."""
+    """Let a tensor be the master of a parameter; one that is already stays as it is, where two masters share it."""
+    if isinstance(master, _Master):
+        return
     master.master_of, master.is_driven, master.given = MasterOf(param), False, None
     kind: Any = type(master)
     master.__class__ = _master_class(kind)

@@ -44,7 +44,7 @@ quantized_fill_one_block = patched(
 )
 ends_of_blocks_pass = patched(
     "What begins where a block does is taken to lie in it.",
-    mutated(f"{_PLANNERS}:check_blocks", "if blocks and (box is None or any(", "if blocks and (box is None or all("),
+    mutated(f"{_PLANNERS}:check_blocks", "if box is None or any(", "if box is None or all("),
     kills="CKPT-942",
 )
 packed_beside_rows = patched(

@@ -53,6 +53,12 @@ copied_masters_of_no_model = patched(
     kills="OPT-526",
 )
 
+shared_masters_bound_anew = patched(
+    "A shallow copy of masters takes those that it shares from the steps of the first.",
+    mutated(f"{_STATES}:_bind", "if isinstance(master, _Master):", "if False:"),
+    kills="OPT-526",
+)
+
 cast_masters_stepped = patched(
     "A parameter that was its own master until it was cast is stepped in its new dtype.",
     mutated(f"{_STATES}:MasterWeights.check", "if master.dtype is not torch.float32:", "if False:"),
