@@ -252,6 +252,13 @@ def _wrong_numbers() -> dict[str, tuple[Any, ...]]:
     }.items():
         calls[f"fp8: {what} to write"] = (operators.checkpoint_dequantize_fp8, *_fp8_arguments()[:-1], out)
         calls[f"mxfp4: {what} to write"] = (operators.checkpoint_dequantize_mxfp4, *_mxfp4_arguments()[:-1], out)
+    for rows, columns in ((2, 5), (4, 5), (3, 4), (3, 6)):
+        out = torch.zeros(rows, columns)
+        calls[f"fp8: {rows} x {columns} to write"] = (operators.checkpoint_dequantize_fp8, *_fp8_arguments()[:-1], out)
+    values, scales, *_ = _mxfp4_arguments()
+    for skip in (-1, 25, 2**63 - 1):
+        arguments = (values, scales, skip, torch.zeros(2, 0))
+        calls[f"mxfp4: {skip} of 24 values skipped"] = (operators.checkpoint_dequantize_mxfp4, *arguments)
     return calls
 
 

@@ -216,6 +216,7 @@ def _wrong_calls(ops: Any, store: Any, taken: Any) -> dict[str, Callable[[], obj
         "a plan of another version": lambda: store.evict(0, ids, plan + (plan == EVICTION_VERSION)),
         "a plan of no policy": lambda: store.evict(0, ids, _changed(plan, 1, 99)),
         "a plan of policy -1": lambda: store.evict(0, ids, _changed(plan, 1, -1)),
+        "a plan of no row": lambda: store.evict(0, ids, plan[:0]),
         "a plan of one word": lambda: store.evict(0, ids, plan[:, :1].contiguous()),
         "memory for -1 rows": lambda: store.reserve(0, -1),
         "a filling of -1 rows": lambda: store.fill(0, -1, 0),
@@ -271,6 +272,8 @@ def test_misuse_of_stores(kvstore: Any) -> None:
             source.read(0, ids, 0, 64, found)
             assert_bits(found, before, where=f"rows behind {what}")
             assert_equal((source.size(0), source.mark()), (3, mark), where=f"rows and mark behind {what}")
+    for row_count in (2**32 - 15, 2**62):
+        assert_equal(store.reserve(0, row_count) == 0, False, where=f"memory for {row_count} rows")
     taken.close()
     store.close()
     with raises(RuntimeError, mentions=["dead"], where="a store that was closed"):

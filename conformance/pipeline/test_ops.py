@@ -4,6 +4,7 @@ and refusing what would read or write outside.
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from conformance.pipeline.strategies import Arguments, draw_arguments
 from refimpl.optimizers import row_sum
 
 KERNELS = ("bag_kernels",)
+# Of Linux; Python names it from 3.13 on.
+_MAP_NORESERVE = 0x4000
 UNITS = {"AVX512": [-1, 0, 1, 2], "AVX2": [-1, 0, 1]}.get(torch.backends.cpu.get_cpu_capability(), [-1, 0])
 
 
@@ -279,6 +282,9 @@ def test_misuse_of_buckets(pipeline: Any) -> None:
         "blocks of int32": {3: blocks.int()},
         "blocks of less than no ids": {3: torch.tensor([-1])},
         "two destinations of three": {3: None, 4: to[:2]},
+        "a destination behind the last bucket": {3: None, 4: torch.tensor([0, 2, 1])},
+        "a destination before the first bucket": {3: None, 4: torch.tensor([0, -1, 1])},
+        "more lengths than memory holds": {1: torch.tensor([0] * 1024 + [3]), 6: 2**31 - 1},
         "destinations of int32": {3: None, 4: to.int()},
         "weights of two": {2: torch.ones(2)},
         "ids of float32": {0: ids.float()},
@@ -387,6 +393,18 @@ def _id_calls() -> dict[str, tuple[Any, list[Any]]]:
     return calls
 
 
+def _step_too_many_rows() -> None:
+    """A step whose word, of a row and what goes with it, would need more than 64 bits: 2**47 rows and 2**17 bags."""
+    reserved = mmap.mmap(-1, 1 << 42, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    tables, nothing = [torch.frombuffer(reserved, dtype=torch.float16).view(-1, 1)] * 64, [torch.empty(0)] * 64
+    offsets = torch.zeros((1 << 17) + 1, dtype=torch.int64)
+    offsets[-1] = 1
+    torch.ops.twinproof.pipeline_step(
+        tables, nothing, nothing, [0], torch.tensor([5]), offsets, None, [0] * 64, torch.ones(1 << 17, 1), 1,
+        [0.1] * 8, -1,
+    )  # fmt: skip
+
+
 @requirement(
     "PIPE-362",
     "Every operator of bags and ids MUST refuse tensors and numbers that do not fit each other, and then change "
@@ -405,6 +423,8 @@ def test_misfits(pipeline: Any) -> None:
     operators.pipeline_step(
         table, [torch.empty(0)], [torch.empty(0)], [0], none, start, None, [0], out, 1, [0.1] * 8, -1
     )
+    with raises(RuntimeError, where="steps of too many rows for so many bags"):
+        _step_too_many_rows()
     operators.pipeline_advise_huge_pages(torch.zeros(3))
     operators.pipeline_advise_huge_pages(torch.zeros(8 << 20, dtype=torch.uint8))
     assert_same_tensor(table[0], torch.ones(3, 2), where="table after steps of nothing")

@@ -130,6 +130,15 @@ void invalid_rectangles_are_refused() {
                         {{4}, {big}, {1}}, {{0}, {0}, {0}}};
   for (const Case& c : cases)
     require(!fastimpl::checkpoint::is_valid(c.rect()), "a rectangle outside its tensor was accepted");
+  const Ints ones(fastimpl::checkpoint::kDimMax + 1, 1), zeros(ones.size(), 0);
+  const auto of_ones = [&](int64_t ndim) {
+    return fastimpl::checkpoint::Rectangle{ndim, ones.data(), zeros.data(), ones.data()};
+  };
+  require(fastimpl::checkpoint::is_valid(of_ones(1)) &&
+              fastimpl::checkpoint::is_valid(of_ones(fastimpl::checkpoint::kDimMax)),
+          "a rectangle of as many dimensions as there may be was refused");
+  for (const int64_t ndim : {int64_t{-1}, int64_t{0}, fastimpl::checkpoint::kDimMax + 1})
+    require(!fastimpl::checkpoint::is_valid(of_ones(ndim)), "a rectangle of too many or no dimensions was accepted");
 }
 
 // A serial grid: the functor that CUDA runs, its indices in random order.
@@ -279,6 +288,10 @@ void mxfp4_matches_its_definition() {
           return scale == 255 ? std::nanf("") : std::ldexp(number, scale - 127);
         });
   }
+  const uint8_t byte = 0x21;
+  float number = 7;
+  for (const int64_t half : {0, 1}) fastimpl::checkpoint::mxfp4_run(&byte, 1.0F, half, &number, 0);
+  require(number == 7, "dequantize: a run of no numbers");
 }
 
 void crc32_matches_its_definition() {

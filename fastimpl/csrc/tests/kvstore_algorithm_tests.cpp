@@ -107,6 +107,20 @@ void steps_do_not_depend_on_threads() {
   }
 }
 
+void no_optimizer_changes_nothing() {
+  const RowFormat format = format_of(4, false);
+  Bytes row(static_cast<size_t>(format.row_bytes), 0x3C);
+  const Bytes before = row;
+  std::vector<float> numbers(16, 1.0F);
+  float* const first = numbers.data();
+  update_row(format, row.data(), {first, first + 4, first + 8, first + 12}, {});
+  require(row == before, "a table without an optimizer keeps its rows");
+  const InitialWeight zero{false, -1.0F, 2.0F, 12345}, uniform_weight{true, -1.0F, 2.0F, 12345};
+  require(zero.value(zero.row_word(7), 3) == 0, "weights that begin at zero");
+  const float drawn = uniform_weight.value(uniform_weight.row_word(7), 3);
+  require(drawn >= -1 && drawn < 1 && drawn != 0, "weights that are drawn");
+}
+
 void evictions_remove_what_the_policy_condemns() {
   Table table(format_of(4, false), 4);
   std::vector<int64_t> keys(1000);
@@ -241,6 +255,7 @@ void tables_fill_in_one_step_or_not_at_all() {
     require(fits == (wrong < 0), "what is wrong is found");
     require(table.rows.pool.size() == 0, "nothing is seen before it is published");
     if (!fits) continue;
+    require(fill_rows(filling, parallel, read, ids.data(), 0, count, {{1, 0}, &count, 1}), "no rows fit anywhere");
     require(!fill_rows(filling, parallel, read, ids.data(), 1, 1, {{1, 0}, &count, 1}), "an id does not come twice");
     const bool moved_on = uniform(0, 1) == 1;
     Overlay* const before = moved_on ? table.take_snapshot(8) : nullptr;
@@ -263,6 +278,7 @@ void kvstore_algorithm_tests() {
   sorting_matches_the_library();
   buckets_of_a_size_match_the_library();
   steps_do_not_depend_on_threads();
+  no_optimizer_changes_nothing();
   evictions_remove_what_the_policy_condemns();
   capacity_is_kept();
   logs_of_removals_stay_short();

@@ -255,6 +255,81 @@ void uneven_maps_are_given_back() {
   require(table.rows.map_bytes() > 64 * 1024 * 8, "the map did not grow");
 }
 
+// Every group of a small map has turned an entry away, so that a search for what is absent ends at none of them.
+void searches_end() {
+  Memory memory;
+  const RowPool pool(memory, 64);
+  ShardMap map(memory, pool);
+  std::vector<uint64_t> left;
+  uint32_t next = 0;
+  for (uint64_t home = 0; home < static_cast<uint64_t>(kFirstGroups); ++home) {
+    std::vector<uint64_t> entered;
+    do {
+      entered.push_back(home << kTagBits | (next + 1));
+      map.insert(entered.back(), next++);
+    } while (map.home(entered.back())->turned_away == 0);
+    // The last one lies in another group; those that have left make room, and the map stays small.
+    for (size_t i = 0; i + 1 < entered.size(); ++i)
+      map.erase(entered[i], static_cast<uint32_t>(entered[i] & 0xFFFF) - 1);
+    left.push_back(entered.back());
+  }
+  require(map.size() == kFirstGroups && map.held_bytes() < 64 * (kFirstGroups + 2), "the map stayed small");
+  const uint64_t absent = 60000;
+  for (uint64_t home = 0; home < static_cast<uint64_t>(kFirstGroups); ++home) {
+    require(map.home(home << kTagBits)->turned_away > 0, "every group turned one away");
+    require(map.candidate(home << kTagBits | absent) == kAbsent, "what is absent is not found");
+    map.move(home << kTagBits | absent, 1, 2);
+    map.erase(home << kTagBits | absent, 1);
+  }
+  for (const uint64_t hash : left)
+    require(map.candidate(hash) == static_cast<uint32_t>(hash & 0xFFFF) - 1, "what is there is found");
+  memory.give(nullptr, 64);
+  require(map.size() == kFirstGroups && memory.held_bytes() > 0, "nothing was moved, erased or given back");
+}
+
+// The key of a hash: the steps of `hash_key` taken back.
+int64_t key_of(uint64_t hash) {
+  const auto unshifted = [](uint64_t z, int bits) {
+    uint64_t found = z;
+    for (int known = bits; known < 64; known += bits) found = z ^ (found >> bits);
+    return found;
+  };
+  const auto inverse = [](uint64_t odd) {
+    uint64_t found = odd;
+    for (int i = 0; i < 6; ++i) found *= 2 - odd * found;
+    return found;
+  };
+  uint64_t z = unshifted(hash, 31) * inverse(0x94D049BB133111EBu);
+  z = unshifted(z, 27) * inverse(0xBF58476D1CE4E5B9u);
+  return static_cast<int64_t>(unshifted(z, 30) - kGolden);
+}
+
+// Keys made for it agree in all bits that choose a segment: a map refuses them before its directory fills memory.
+void keys_made_to_collide_are_refused() {
+  Table table(format_of(1, false), 1);
+  const int64_t room = kSegmentGroups * kGroupSlots * 4 / 5;
+  std::vector<int64_t> keys;
+  for (int64_t i = 0; i <= room; ++i) keys.push_back(key_of(static_cast<uint64_t>(i)));
+  require(hash_key(keys[3]) == 3, "keys of hashes");
+  const std::vector<float> values(keys.size(), 1.0F);
+  const auto write = [&](int64_t begin, int64_t count) {
+    write_values(table, threads(1), keys.data() + begin, count, reinterpret_cast<const uint8_t*>(values.data()),
+                 {kHeaderBytes, 20}, true, {1, 1});
+  };
+  write(0, room);
+  bool refused = false;
+  try {
+    write(room, 1);
+  } catch (const std::bad_alloc&) {
+    refused = true;
+  }
+  require(refused && table.rows.pool.size() == room, "one key more was not refused");
+  for (const int64_t key : keys) {
+    const bool is_last = key == keys.back();
+    require((table.rows.find(hash_key(key), key) == nullptr) == is_last, "who is found behind a refusal");
+  }
+}
+
 void reserved_tables_do_not_allocate() {
   Table table(format_of(4, false), 8);
   const int64_t count = 30000;
@@ -339,6 +414,8 @@ void kvstore_table_tests() {
   large_tables_grow_and_shrink();
   rows_cross_chunks();
   uneven_maps_are_given_back();
+  searches_end();
+  keys_made_to_collide_are_refused();
   reserved_tables_do_not_allocate();
   readers_beside_writers_see_whole_rows();
 }

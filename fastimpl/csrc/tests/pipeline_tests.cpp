@@ -348,6 +348,12 @@ void blocks_lie_one_after_the_other() {
     bad[static_cast<size_t>(k)] = uniform(0, 1) == 0 ? -1 : data_count - begins[static_cast<size_t>(k)] + 1;
     require(place_blocks(begins.data(), bad.data(), block_count, data_count, starts.data()) == k, "a block outside");
   }
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  const Ints begins{0, 0, 0}, sizes{most - 1, 1, 1};
+  Ints starts(4);
+  require(place_blocks(begins.data(), sizes.data(), 2, most, starts.data()) == -1 && starts[2] == most,
+          "blocks that end where numbers do");
+  require(place_blocks(begins.data(), sizes.data(), 3, most, starts.data()) == 2, "blocks whose sum is no number");
 }
 
 void buckets_keep_order() {
