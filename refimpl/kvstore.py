@@ -158,6 +158,7 @@ class DictReader:
     # The version of each row's last change, and of each removal that no row has followed.
     changed: dict[str, dict[int, int]]
     removed: dict[str, dict[int, int]]
+    steps: dict[str, int]
     version: int
     first_mark: int = 0
 
@@ -186,6 +187,9 @@ class DictReader:
     def mark(self) -> int:
         return self.version
 
+    def step(self, table: str) -> int:
+        return self.steps.get(table, 0)
+
     def close(self) -> None:
         self.tables, self.changed, self.removed = {}, {}, {}
 
@@ -195,7 +199,7 @@ class DictRows(DictReader):
 
     def __init__(self, options: StoreOptions) -> None:
         names = tuple(options.rows)
-        super().__init__(options, {t: {} for t in names}, {t: {} for t in names}, {t: {} for t in names}, 0)
+        super().__init__(options, {t: {} for t in names}, {t: {} for t in names}, {t: {} for t in names}, {}, 0)
         self.evicted_count = 0
 
     def put(self, table: str, rows: torch.Tensor) -> None:
@@ -273,6 +277,10 @@ class DictRows(DictReader):
         self.visit(table, rows, ids, now)
         self.put(table, rows)
         self.shrink(table, ids)
+        self.set_step(table, hyper.step)
+
+    def set_step(self, table: str, step: int) -> None:
+        self.steps[table] = step
 
     def delete(self, table: str, ids: torch.Tensor) -> int:
         return self.remove(table, ids.tolist())
@@ -322,7 +330,7 @@ class DictRows(DictReader):
         tables = {table: dict(rows) for table, rows in self.tables.items()}
         changed = {table: dict(versions) for table, versions in self.changed.items()}
         removed = {table: dict(versions) for table, versions in self.removed.items()}
-        return DictReader(self.options, tables, changed, removed, self.version, self.first_mark)
+        return DictReader(self.options, tables, changed, removed, dict(self.steps), self.version, self.first_mark)
 
     def forget(self, mark: int) -> None:
         """What went before a mark is no longer told."""

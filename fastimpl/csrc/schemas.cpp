@@ -64,7 +64,9 @@ STABLE_TORCH_LIBRARY(twinproof, m) {
   m.def("kvstore_write(Tensor handle, int table, Tensor ids, Tensor values, int begin, int now, bool visit) -> int");
   m.def("kvstore_write_rows(Tensor handle, int table, Tensor ids, Tensor rows) -> int");
   m.def("kvstore_write_metadata(Tensor handle, int table, Tensor ids, Tensor words, int mask) -> int");
-  m.def("kvstore_update(Tensor handle, int table, Tensor ids, Tensor grads, Tensor hyper, int now) -> int");
+  m.def("kvstore_update(Tensor handle, int table, Tensor ids, Tensor grads, Tensor hyper, int now, int step) -> int");
+  m.def("kvstore_set_step(Tensor handle, int table, int step) -> ()");
+  m.def("kvstore_step(Tensor handle, int table) -> int");
   m.def("kvstore_delete(Tensor handle, int table, Tensor ids) -> Tensor");
   m.def("kvstore_clear(Tensor handle, int table) -> int");
   m.def("kvstore_begin_round(Tensor handle, int table, int keep_count) -> (Tensor, Tensor)");

@@ -51,8 +51,10 @@ class DeviceHandle(KVHandle):
     def write_metadata(self, table: int, ids: torch.Tensor, words: torch.Tensor, mask: int) -> int:
         return super().write_metadata(table, self._there(ids), self._there(words), mask)
 
-    def update(self, table: int, ids: torch.Tensor, grads: torch.Tensor, hyper: torch.Tensor, now: int) -> int:
-        return super().update(table, self._there(ids), self._there(grads), hyper, now)
+    def update(
+        self, table: int, ids: torch.Tensor, grads: torch.Tensor, hyper: torch.Tensor, now: int, step: int
+    ) -> int:
+        return super().update(table, self._there(ids), self._there(grads), hyper, now, step)
 
     def delete(self, table: int, ids: torch.Tensor) -> tuple[int, int]:
         return super().delete(table, self._there(ids))

@@ -61,6 +61,7 @@ def load(
     owned: tuple[int, int] | None = None,
     chunk_rows: int | None = None,
     verify_checksums: bool = False,
+    clear: bool = False,
 ) -> LoadReport:
     check_store(store)
     # A chunk is small enough to be in a cache still when it is checked or written.
@@ -76,6 +77,7 @@ def load(
         owned=owned,
         chunk_rows=rows,
         verify_checksums=verify_checksums,
+        clear=clear,
     )
 
 

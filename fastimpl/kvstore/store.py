@@ -70,6 +70,9 @@ class NativeReader:
     def mark(self) -> int:
         return self._call_all(self._handle.mark)
 
+    def step(self, table: str) -> int:
+        return self._call(table, self._handle.step)
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -100,7 +103,10 @@ class NativeRows(NativeReader):
         self._change(table, self._handle.write_metadata, ids, words.contiguous(), mask)
 
     def update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
-        self._change(table, self._handle.update, ids, grads, hyper_values(hyper), now)
+        self._change(table, self._handle.update, ids, grads, hyper_values(hyper), now, hyper.step)
+
+    def set_step(self, table: str, step: int) -> None:
+        self._call(table, self._handle.set_step, step)
 
     def delete(self, table: str, ids: torch.Tensor) -> int:
         return self._change_and_count(table, self._handle.delete, ids)

@@ -112,9 +112,22 @@ class KVHandle:
         """Set masked bits of bytes 8-15 of rows that exist; a status."""
         return int(self.operators().kvstore_write_metadata(self.tensor, table, ids, words, mask))
 
-    def update(self, table: int, ids: torch.Tensor, grads: torch.Tensor, hyper: torch.Tensor, now: int) -> int:
-        """One optimizer step, grads float32 [n, D], hyper float64 [8] as ``Hyper`` of common/optimizers.h; a status."""
-        return int(self.operators().kvstore_update(self.tensor, table, ids, grads, hyper, now))
+    def update(
+        self, table: int, ids: torch.Tensor, grads: torch.Tensor, hyper: torch.Tensor, now: int, step: int
+    ) -> int:
+        """One optimizer step, grads float32 [n, D], hyper float64 [8] as ``Hyper`` of common/optimizers.h; a status.
+
+        The table's step is ``step`` from then on.
+        """
+        return int(self.operators().kvstore_update(self.tensor, table, ids, grads, hyper, now, step))
+
+    def set_step(self, table: int, step: int) -> None:
+        """Say which step the last update was."""
+        self.operators().kvstore_set_step(self.tensor, table, step)
+
+    def step(self, table: int) -> int:
+        """The step of the last update, of a snapshot as it was then; 0 before the first."""
+        return int(self.operators().kvstore_step(self.tensor, table))
 
     def delete(self, table: int, ids: torch.Tensor) -> tuple[int, int]:
         """A status, and how many rows went."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -215,6 +216,11 @@ class Fingerprints:
         """The fingerprints of the table at a mark; none where it was neither saved nor loaded."""
         return tuple(sorted(set(self._at.get(mark, {}).get(table, ())) | ({EMPTY} if mark == 0 else set())))
 
+    def carry(self, table: str, mark: int, to: int) -> None:
+        """The table holds at mark ``to`` what it held at ``mark``: other tables have changed between the two."""
+        for name, part in tuple(self._at.get(mark, {}).get(table, {}).items()):
+            self.note(to, {table: name}, part)
+
     def parts_at(self, mark: int, table: str) -> dict[str, LoadedPart]:
         """Those of the fingerprints of which this process had a part at that mark, and the part."""
         known = self._at.get(mark, {}).get(table, {})
@@ -245,6 +251,23 @@ class Fingerprints:
         if table in self._loaded:
             self._loaded[table] = None
         self._parts.pop(table, None)
+
+    @contextmanager
+    def forgetting(self, table: str) -> Iterator[None]:
+        """Clear the table inside: it has nothing left of what it was loaded from, unless an Exception says otherwise.
+
+        A handler of a signal may raise when all rows have gone: no base is left then either, nor where they have not.
+        """
+        is_known, name, part = table in self._loaded, self._loaded.get(table), self._parts.get(table)
+        self.forget(table)
+        try:
+            yield
+        except Exception:
+            if is_known:
+                self.set_loaded(table, name, part)
+            raise
+        # Another thread may have loaded it meanwhile.
+        self.forget(table)
 
     def loaded(self, store: RowStore, table: str) -> str | None:
         """What the table was loaded from; an empty table that never was is ``EMPTY``."""
@@ -451,10 +474,18 @@ def evict_for_load(store: RowStore, table: str, ids: torch.Tensor) -> None:
     store.delete(table, others[ranks.argsort(stable=True)[:excess]].contiguous())
 
 
+def _is_unchanged(store: DeltaStore, table: str, mark: int) -> bool:
+    """Whether a table is known to be what it was at a mark; False where changes are not tracked, or are forgotten."""
+    try:
+        changed, removed = store.changes(table, mark)
+    except ConfigError:
+        return False
+    return changed.numel() == removed.numel() == 0
+
+
 def note_load(
     store: DeltaStore,
     saved: SavedContent,
-    names: tuple[str, ...],
     counts: dict[str, int],
     mark: int,
     sizes: Mapping[str, int],
@@ -463,17 +494,22 @@ def note_load(
 ) -> None:
     """Remember what was loaded; and where a table now is just that, that its deltas may be based on it.
 
-    ``mark`` and ``sizes``, the rows of each table, are those of before the load; ``counts`` are the rows that it wrote.
+    ``mark`` and ``sizes``, the rows of each table that stayed, are those of before the load; ``counts`` are the rows
+    that it wrote, of the tables that it loaded. What others held before, they hold now if nothing of them has changed.
     """
-    for table in names:
+    now = store.mark()
+    for table in store.tables:
+        if table not in counts and _is_unchanged(store, table, mark):
+            store.fingerprints.carry(table, mark, now)
+    for table in counts:
         name = saved.fingerprints.get(table)
         store.fingerprints.set_loaded(table, name, parts[table])
         whole = saved.layouts[table] == store.layout(table) and not weights_only
         if saved.kind == "full":
             # Of several loads of one save, each of other rows, all rows are its own.
-            kept = sizes[table] if name in store.fingerprints.at(mark, table) else 0
+            kept = sizes.get(table, 0) if name in store.fingerprints.at(mark, table) else 0
             whole = whole and kept + counts[table] == store.size(table)
         else:
             whole = whole and bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))
         if name is not None and whole:
-            store.fingerprints.note(store.mark(), {table: name}, parts[table])
+            store.fingerprints.note(now, {table: name}, parts[table])

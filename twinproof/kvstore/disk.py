@@ -539,8 +539,9 @@ class StoreFiles:
         owned: tuple[int, int] | None = None,
         chunk_rows: int | None = None,
         verify_checksums: bool = False,
+        clear: bool = False,
     ) -> LoadReport:
-        """Load the buckets that this rank owns, in either form; listed ids are replaced, other rows stay.
+        """Load the buckets that this rank owns, in either form; listed ids are replaced, other rows stay or go.
 
         A delta replaces its rows and removes its deleted ids. It loads only into tables whose last load was its base:
         the full save or delta whose mark it was given as ``since``; and only for buckets that the base was loaded for.
@@ -548,7 +549,9 @@ class StoreFiles:
         deltas are loaded so too. A delta that names no base (its store was at that mark neither saved nor loaded, or
         the format is older) loads anywhere: apply such deltas in the order in which they were saved. Timestamps, counts
         and the optimizer's step come from the file. The world may have another size than the one that saved. Every row
-        is checked before the first is written; values of other dtypes are rounded to nearest even. In a table with a
+        is checked before the first is written; values of other dtypes are rounded to nearest even. A store that follows
+        another by deltas and missed one begins anew with a full save and ``clear``: without it, ids that went from the
+        other store since would stay, and no later delta names them. In a table with a
         capacity the load is one batch: rows that it does not list make room for it. Each rank loads by itself and waits
         for no other, which does not hear of what it raises.
 
@@ -562,15 +565,17 @@ class StoreFiles:
             chunk_rows: rows in memory at once, at most; None is as many as the implementation takes.
             verify_checksums: compare all bytes of the files with the sums of a save with ``checksums=True`` before a
                 row is written. A sum is of a whole tensor: every rank reads all of them once more.
+            clear: of a full save: rows of these tables that this load does not list go, when all others are written.
 
         Raises:
             FormatError, VersionError: not a saved store, or a newer one. CorruptionError: torn, or contradicting
-                itself. MissingKeyError: a table that is not there. ConfigError: other layouts, or no checksums where
-                they are to be verified. CapacityError: more rows than a table may hold. DeltaBaseError: a delta on
-                another base, or for buckets or states that its base was not loaded for. FileNotFoundError.
+                itself. MissingKeyError: a table that is not there. ConfigError: other layouts, no checksums where they
+                are to be verified, or ``clear`` with a delta. CapacityError: more rows than a table may hold.
+                DeltaBaseError: a delta on another base, or for buckets or states that its base was not loaded for.
+                FileNotFoundError.
         """
         check_store(store)
-        check_flags(weights_only=weights_only, verify_checksums=verify_checksums)
+        check_flags(weights_only=weights_only, verify_checksums=verify_checksums, clear=clear)
         chunk_rows = LOAD_CHUNK_ROWS if chunk_rows is None else chunk_rows
         _check_chunk(chunk_rows)
         started, (rank, world_size) = time.perf_counter(), rank_and_world(process_group)
@@ -579,6 +584,8 @@ class StoreFiles:
             raise ConfigError(
                 "other tables than the store's", got=sorted(saved.tables), expected=sorted(store.tables), where=path
             )
+        if clear and saved.kind != "full":
+            raise ConfigError("a delta says itself which rows go", got=True, expected=False, where=f"clear, {path}")
         names = tables_of(store.tables, tables)
         total = saved.buckets.total_count
         begin, end = rank_buckets(total, world_size, rank) if owned is None else _pair(owned)
@@ -596,19 +603,23 @@ class StoreFiles:
         if verify_checksums:
             check_present(saved.catalog, path)
             verify_catalog(saved.catalog, path, crc32)
-        job = _Load(self._files, store, saved, names, begin, end, chunk_rows, weights_only)
+        job = _Load(self._files, store, saved, names, begin, end, chunk_rows, weights_only, clear)
         with ExitStack() as opened:
             waiting, listed = job.read(opened)
             saved.catalog.check_unchanged()
             checked, mark, sizes = time.perf_counter(), store.mark(), {table: store.size(table) for table in names}
-            parts = {table: part_after(store, saved.content, table, asked[table]) for table in names}
+            # What an earlier load brought goes with ``clear``.
+            parts = asked if clear else {t: part_after(store, saved.content, t, asked[t]) for t in names}
             for table in names:
                 store.fingerprints.set_loaded(table, None)
             # What a delta removes goes first: it may be what makes room.
             deleted = {table: store.delete(table, ids) if ids.numel() else 0 for table, ids in gone.items()}
-            counts = {table: job.write(table, waiting.get(table), listed.get(table)) for table in names}
+            counts = {}
+            for table in names:
+                counts[table], cleared_count = job.write(table, waiting.get(table), listed.get(table))
+                deleted[table] += cleared_count
             saved.catalog.check_unchanged()
-            note_load(store, saved.content, names, counts, mark, sizes, parts, weights_only)
+            note_load(store, saved.content, counts, mark, {} if clear else sizes, parts, weights_only)
             for table in names if not weights_only else ():
                 store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
         return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
@@ -734,9 +745,10 @@ class _Load:
     end: int
     chunk_rows: int
     weights_only: bool
+    clear: bool
 
     def read(self, opened: ExitStack) -> tuple[dict[str, PendingRows], dict[str, torch.Tensor]]:
-        """Rows that wait beside empty tables; and of all other tables the ids, where a capacity limits them."""
+        """Rows that wait beside empty tables; and of all other tables the ids, where others go or make room."""
         waiting: dict[str, PendingRows] = {}
         listed: dict[str, torch.Tensor] = {}
         for table in self.names:
@@ -755,26 +767,37 @@ class _Load:
                 self.store.reserve(table, behind - first)
         return waiting, listed
 
-    def write(self, table: str, waiting: PendingRows | None, ids: torch.Tensor | None) -> int:
-        """Write one table's rows; how many. ``waiting`` or ``ids`` is what ``read`` found of it."""
+    def write(self, table: str, waiting: PendingRows | None, ids: torch.Tensor | None) -> tuple[int, int]:
+        """Write one table's rows; how many, and how many others went. ``waiting`` or ``ids`` is what ``read`` found."""
         if waiting is not None and waiting.publish():
             first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
-            return behind - first
-        # Room is made now: who listens to the writes of another table may have written to this one since it was read.
-        if self.store.options.capacities[table] is not None:
-            evict_for_load(self.store, table, self._ids(table) if ids is None else ids)
+            return behind - first, 0
+        other_count = 0
+        if self._needs_ids(table):
+            # Room is made now: who listens to the writes of another table may have written to this one since.
+            ids = self._ids(table) if ids is None else ids
+            other_count = self.store.size(table) - int(self.store.contains(table, ids).sum())
+            evict_for_load(self.store, table, ids)
         source, target = self.saved.saved_table(table).layout, self.store.layout(table)
         row_count = 0
-        for ids, rows in self._chunks(table):
+        for some, rows in self._chunks(table):
             found = convert_rows(rows, source, target, weights_only=self.weights_only)
             self.store.set_rows(table, found.contiguous())
-            row_count += ids.numel()
-        return row_count
+            row_count += some.numel()
+        if not self.clear or ids is None:
+            return row_count, 0
+        present = self.store.ids(table)
+        self.store.delete(table, present[~torch.isin(present, ids)].contiguous())
+        return row_count, other_count
+
+    def _needs_ids(self, table: str) -> bool:
+        """Whether others go or make room."""
+        return self.clear or self.store.options.capacities[table] is not None
 
     def _ids(self, table: str) -> torch.Tensor:
-        """Reads and checks every row. The ids where a capacity limits the table, else none: they would fill memory."""
-        limited = self.store.options.capacities[table] is not None
-        ids = [ids for ids, _ in self._chunks(table) if limited]
+        """Reads and checks every row. The ids where others go or make room, else none: they would fill memory."""
+        is_needed = self._needs_ids(table)
+        ids = [ids for ids, _ in self._chunks(table) if is_needed]
         return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *ids])
 
     def _chunks(self, table: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

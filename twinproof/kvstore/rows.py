@@ -222,6 +222,9 @@ class TrackedReader(RowReader, Protocol):
     def mark(self) -> int:
         """The number of the last change."""
 
+    def step(self, table: str) -> int:
+        """The step of the last ``update``, or what ``set_step`` said since; 0 before the first."""
+
     def close(self) -> None:
         """Give everything back. Twice is harmless; any other call then raises StoreClosedError."""
 
@@ -256,7 +259,13 @@ class RowEngine(TrackedReader, Protocol):
     def update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
         """One step of the table's optimizer with gradients, float32 [n, D]; duplicates are reduced first, in
         ascending position. Rows are visited as ``write`` does. Raises CapacityError.
+
+        The table's step becomes ``hyper.step`` with the rows: no handler of a signal, and no snapshot, sees one of them
+        without the other.
         """
+
+    def set_step(self, table: str, step: int) -> None:
+        """Say which step the table's last one was."""
 
     def delete(self, table: str, ids: torch.Tensor) -> int:
         """Remove rows; how many there were."""
@@ -519,19 +528,18 @@ class TrackedSource(RowSource):
 
     Args:
         options: the checked options; ``options.rows[table]`` is the layout of the rows as they are stored.
-        reader: the rows and their changes.
-        steps: the last step of the tables that took one; kept, not copied.
+        reader: the rows, their changes and their steps.
     """
 
-    def __init__(self, options: StoreOptions, reader: TrackedReader, steps: dict[str, int]) -> None:
+    def __init__(self, options: StoreOptions, reader: TrackedReader) -> None:
         super().__init__(options.rows, reader)
-        self.options, self._tracked, self._steps = options, reader, steps
+        self.options, self._tracked = options, reader
         self.places = tuple(dict.fromkeys(("cpu", torch.device(options.device).type)))
 
     def step_count(self, table: str) -> int:
         """The step of the table's last ``apply_gradients``, or of what was loaded since; 0 before the first."""
         self.layout(table)
-        return self._steps.get(table, 0)
+        return self._tracked.step(table)
 
     def mark(self) -> int:
         """The present moment for ``changes``: an int that grows with every change."""

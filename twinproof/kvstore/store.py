@@ -147,10 +147,10 @@ class KVStore(DeltaStore):
             raise ConfigError("not a device of this store", got=device, expected=self._devices, where="device")
         _check_whole_row(options, return_whole_row)
         self._engine = type(self)._make_engine(options)
-        super().__init__(options, self._engine, {})
+        super().__init__(options, self._engine)
         self.return_whole_row = bool(return_whole_row)
         self.fingerprints = Fingerprints()
-        # An update and its step are one to whoever takes a snapshot. An engine takes a table's updates in turn anyway.
+        # No two updates take one number. An engine takes a table's updates in turn anyway.
         self._step_locks = {table: lock_over_forks(STEP) for table in options.rows}
         self._listeners: tuple[Callable[[str], None], ...] = ()
         self._step_listeners: tuple[Callable[[str], None], ...] = ()
@@ -307,7 +307,6 @@ class KVStore(DeltaStore):
             number = self.step_count(table) + 1 if step is None else step
             hyper = Hyper(lr=lr, step=number, eps=eps, beta1=beta1, beta2=beta2)
             self._engine.update(table, checked, floats, hyper, now)
-            self._steps[table] = number
         try:
             self.tell_written(table)
         finally:
@@ -319,7 +318,7 @@ class KVStore(DeltaStore):
         if type(step) is not int or not 0 <= step <= STEP_MAX:
             raise ConfigError("not a number of steps", got=step, expected=f"an int from 0 to {STEP_MAX}", where=table)
         with self._step_locks[table]:
-            self._steps[table] = step
+            self._engine.set_step(table, step)
 
     def delete(self, table: str, ids: torch.Tensor) -> int:
         """Remove rows; returns how many there were. Missing ids are passed over."""
@@ -329,8 +328,8 @@ class KVStore(DeltaStore):
     def clear(self, table: str) -> None:
         """Remove every row of the table, which is then no base of deltas on what it was loaded from."""
         self.layout(table)
-        self._engine.clear(table)
-        self.fingerprints.forget(table)
+        with self.fingerprints.forgetting(table):
+            self._engine.clear(table)
 
     def forget_changes(self, *, before: int) -> None:
         """Give back the memory of changes that only marks before this one need: 16 bytes of each id that left.
@@ -387,10 +386,7 @@ class KVStore(DeltaStore):
         The step of each table is that of its rows, also while other threads train.
         Several may be alive; each holds its memory until it is closed.
         """
-        with ExitStack() as held:
-            for lock in self._step_locks.values():
-                held.enter_context(lock)
-            return Snapshot(self.options, self._engine.snapshot(), dict(self._steps))
+        return Snapshot(self.options, self._engine.snapshot())
 
     def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``sort_ids_by_bucket`` of checked ids, int64 [n]."""
@@ -564,6 +560,10 @@ class _LockedReader(Generic[Rows]):
         with self._held() as rows:
             return rows.mark()
 
+    def step(self, table: str) -> int:
+        with self._held(table) as rows:
+            return rows.step(table)
+
     def close(self) -> None:
         with self._lock:
             if not self.closed:
@@ -593,6 +593,10 @@ class LockedRows(_LockedReader[RowEngine]):
     def update(self, table: str, ids: torch.Tensor, grads: torch.Tensor, hyper: Hyper, now: int) -> None:
         with self._held(table) as rows:
             rows.update(table, ids, grads, hyper, now)
+
+    def set_step(self, table: str, step: int) -> None:
+        with self._held(table) as rows:
+            rows.set_step(table, step)
 
     def delete(self, table: str, ids: torch.Tensor) -> int:
         with self._held(table) as rows:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, mutated, patched
+from conformance.harness import fault, mutated, patched, wrap
 from conformance.kvstore.planted.planting import bytes_of, engines, keys_of
 
 
@@ -71,16 +71,33 @@ def snapshot_inside_a_batch(
     original(store, table, ids[half:], values[half:].contiguous(), begin, now, visit=visit)
 
 
+def _step_left_as_it_was(original: Any, engine: Any, table: str, *arguments: Any) -> None:
+    step = engine.step(table)
+    original(engine, table, *arguments)
+    engine.set_step(table, step)
+
+
+_UPDATE = "self._engine.update(table, checked, floats, hyper, now)"
 steps_behind_their_rows = patched(
     "A snapshot may come between an update and its step.",
-    mutated("twinproof.kvstore.store:KVStore.apply_gradients", "with self._step_locks[table]:", "if True:"),
+    wrap(engines("update"), _step_left_as_it_was),
+    mutated(
+        "twinproof.kvstore.store:KVStore.apply_gradients",
+        _UPDATE,
+        f"{_UPDATE}\n        self._engine.set_step(table, number)",
+    ),
     kills="KV-346",
 )
-rows_behind_their_steps = patched(
-    "An update may come between the rows of a snapshot and its steps.",
-    mutated("twinproof.kvstore.store:KVStore.snapshot", "held.enter_context(lock)", "pass"),
-    kills="KV-346",
-)
+
+
+@fault(kills="KV-346", at="twinproof.kvstore.store:KVStore.snapshot")
+def rows_behind_their_steps(original: Any, store: Any) -> Any:
+    """An update may come between the rows of a snapshot and its steps."""
+    taken = original(store)
+    taken.step_count = {table: store.step_count(table) for table in store.tables}.__getitem__
+    return taken
+
+
 step_numbered_before_its_turn = patched(
     "A module reads the number of its step before it is the turn of its thread.",
     mutated("twinproof.kvstore.modules:_StoreRows._step", "None if isinstance(self.store, KVStore) else ", ""),

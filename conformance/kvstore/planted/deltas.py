@@ -56,11 +56,11 @@ removals_of_every_part = patched(
 
 
 @fault(kills="KV-244", at="twinproof.kvstore.disk:_Load.write")
-def rows_of_every_part(original: Any, job: Any, table: str, waiting: Any, ids: Any) -> int:
+def rows_of_every_part(original: Any, job: Any, table: str, waiting: Any, ids: Any) -> tuple[int, int]:
     """A load of a part into an empty table reports the rows of all parts."""
     was_empty = job.store.size(table) == 0
-    count = int(original(job, table, waiting, ids))
-    return int(job.saved.size(table)) if was_empty else count
+    count, other_count = original(job, table, waiting, ids)
+    return int(job.saved.size(table)) if was_empty else count, other_count
 
 
 _NOTE = "twinproof.kvstore.deltas:note_load"
@@ -196,7 +196,7 @@ mark_of_later_on = patched(
 
 cleared_and_still_a_base = patched(
     "A table that was cleared counts as what it was loaded from.",
-    mutated("twinproof.kvstore.store:KVStore.clear", "self.fingerprints.forget(table)", "pass"),
+    mutated("twinproof.kvstore.store:KVStore.clear", "with self.fingerprints.forgetting(table):", "if True:"),
     kills="KV-356",
 )
 cleared_is_no_beginning = patched(

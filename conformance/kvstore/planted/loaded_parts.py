@@ -92,15 +92,15 @@ parts_hide_full_saves = patched(
 
 pieces_have_no_name = patched(
     "A table that several loads have filled has no name.",
-    mutated("twinproof.kvstore.deltas:note_load", "sizes[table] if name in", "0 if name in"),
+    mutated("twinproof.kvstore.deltas:note_load", "sizes.get(table, 0) if name in", "0 if name in"),
     kills="KV-453",
 )
 rows_of_others_are_named = patched(
     "Whatever was there before a load is taken for rows of the save.",
     mutated(
         "twinproof.kvstore.deltas:note_load",
-        "sizes[table] if name in store.fingerprints.at(mark, table) else 0",
-        "sizes[table]",
+        "sizes.get(table, 0) if name in store.fingerprints.at(mark, table) else 0",
+        "sizes.get(table, 0)",
     ),
     kills="KV-453",
 )

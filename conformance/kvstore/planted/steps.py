@@ -38,11 +38,14 @@ modules_count_alone = patched(
     ),
     kills="KV-246",
 )
-steps_of_today = patched(
-    "A snapshot tells the store's steps of today.",
-    mutated("twinproof.kvstore.store:KVStore.snapshot", "dict(self._steps)", "self._steps"),
-    kills="KV-248",
-)
+
+
+@fault(kills="KV-248", at="twinproof.kvstore.store:KVStore.snapshot")
+def steps_of_today(original: Any, store: Any) -> Any:
+    """A snapshot tells the store's steps of today."""
+    taken = original(store)
+    taken.step_count = store.step_count
+    return taken
 
 
 _STEP, _MADE = "twinproof.kvstore.modules:_StoreRows._step", "self.__dict__.setdefault('_first_{0}', self.{0})"

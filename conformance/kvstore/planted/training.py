@@ -157,7 +157,7 @@ lookups_of_nothing_take_no_step = patched(
 _APPLY = "twinproof.kvstore.store:KVStore.apply_gradients"
 steps_of_nothing_uncounted = patched(
     "A step with no ids is not counted.",
-    mutated(_APPLY, "self._steps[table] = number", "self._steps[table] = number if len(ids) else self._steps[table]"),
+    mutated(_APPLY, "if step is None else step", "if step is None and len(ids) else step or self.step_count(table)"),
     kills="KV-415",
 )
 steps_of_nothing_unheard = patched(

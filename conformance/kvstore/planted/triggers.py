@@ -76,8 +76,9 @@ steps_counted_late = patched(
     "The step is counted when those who listen have heard of it.",
     mutated(
         "twinproof.kvstore.store:KVStore.apply_gradients",
-        "self._steps[table] = number\n    try:\n        self.tell_written(table)",
-        "pass\n    try:\n        self.tell_written(table)\n        self._steps[table] = number",
+        "    try:\n        self.tell_written(table)",
+        "        self._engine.set_step(table, number - 1)\n"
+        "    try:\n        self.tell_written(table)\n        self._engine.set_step(table, number)",
     ),
     kills="KV-255",
 )
@@ -106,7 +107,7 @@ removals_are_told = patched(
     mutated(
         "twinproof.kvstore.store:KVStore.clear",
         "self._engine.clear(table)",
-        "self._engine.clear(table)\n    self.tell_written(table)",
+        "self._engine.clear(table)\n        self.tell_written(table)",
     ),
     kills="KV-282",
 )

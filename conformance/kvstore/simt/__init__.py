@@ -170,9 +170,11 @@ class _Moving(DeviceHandle):
         self.prefetch(table, ids[::2].contiguous())
         return super().write_rows(table, ids, rows)
 
-    def update(self, table: int, ids: torch.Tensor, grads: torch.Tensor, hyper: torch.Tensor, now: int) -> int:
+    def update(
+        self, table: int, ids: torch.Tensor, grads: torch.Tensor, hyper: torch.Tensor, now: int, step: int
+    ) -> int:
         self.prefetch(table, ids)
-        return super().update(table, ids, grads, hyper, now)
+        return super().update(table, ids, grads, hyper, now, step)
 
     def delete(self, table: int, ids: torch.Tensor) -> tuple[int, int]:
         self.prefetch(table, ids + 1)

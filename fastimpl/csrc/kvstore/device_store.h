@@ -12,7 +12,8 @@ struct DeviceStore {
   Device device;
   std::vector<std::unique_ptr<Table>> tables;
   uint64_t version = 0;
-  uint64_t first_mark = 0;  // The first that changes can be asked since.
+  uint64_t first_mark = 0;     // The first that changes can be asked since.
+  std::vector<int64_t> steps;  // Of the last update of each table.
 
   explicit DeviceStore(Device device_) : device(std::move(device_)) {}
 };
@@ -23,9 +24,10 @@ struct StoreMoment {
   std::shared_ptr<Store> store;
   std::vector<std::shared_ptr<typename Store::Table::Moment>> tables;
   uint64_t version, first_mark;
+  std::vector<int64_t> steps;
 
   explicit StoreMoment(const std::shared_ptr<Store>& store_)
-      : store(store_), version(store_->version), first_mark(store_->first_mark) {
+      : store(store_), version(store_->version), first_mark(store_->first_mark), steps(store_->steps) {
     for (const auto& table : store->tables) tables.push_back(table->moment(version));
   }
 };

@@ -41,6 +41,7 @@ struct Source {
   const std::shared_ptr<Store> store;
   std::vector<Overlay*> moment;  // By table; empty for the store itself.
   uint64_t moment_first_mark = 0;
+  std::vector<int64_t> moment_steps;  // By table.
   std::unique_ptr<Filling> filling;
 
   Table& table(int64_t index) const {

@@ -183,7 +183,8 @@ int64_t kvstore_write_metadata(Tensor handle, int64_t table_index, Tensor ids, T
 }
 
 // `hyper`: float64 [8], each rounded to float32 here.
-int64_t kvstore_update(Tensor handle, int64_t table_index, Tensor ids, Tensor grads, Tensor hyper, int64_t now) {
+int64_t kvstore_update(Tensor handle, int64_t table_index, Tensor ids, Tensor grads, Tensor hyper, int64_t now,
+                       int64_t step) {
   const int64_t* const keys = ids_of(ids);
   check(grads, ScalarType::Float, 2, "grads");
   check(hyper, ScalarType::Double, 1, "hyper");
@@ -193,7 +194,20 @@ int64_t kvstore_update(Tensor handle, int64_t table_index, Tensor ids, Tensor gr
   const Hyper values = hyper_of(static_cast<const double*>(hyper.data_ptr()));
   return change_table(handle, table_index, now, [&](Table& table, Change change) {
     update_rows(table, parallel_of(), keys, ids.numel(), static_cast<const float*>(grads.data_ptr()), values, change);
+    table.step = step;
   });
+}
+
+void kvstore_set_step(Tensor handle, int64_t table_index, int64_t step) {
+  const auto source = Handles::table().get(handle);
+  STD_TORCH_CHECK(source->moment.empty(), "handle: a snapshot cannot be written");
+  source->table(table_index).step = step;
+}
+
+int64_t kvstore_step(Tensor handle, int64_t table_index) {
+  const auto source = Handles::table().get(handle);
+  const Table& table = source->table(table_index);
+  return source->moment.empty() ? table.step.load() : source->moment_steps[static_cast<size_t>(table_index)];
 }
 
 // Returns [status, rows removed].
@@ -275,7 +289,9 @@ Tensor kvstore_snapshot(Tensor handle) {
   std::vector<std::unique_lock<FairSharedMutex>> held;
   for (const auto& table : store.tables) held.emplace_back(table->lock);
   std::vector<Overlay*> moment;
+  std::vector<int64_t> steps;
   try {
+    for (const auto& table : store.tables) steps.push_back(table->step);
     moment.reserve(store.tables.size());
     for (const auto& table : store.tables) moment.push_back(table->take_snapshot(store.version.load()));
   } catch (const std::bad_alloc&) {
@@ -284,6 +300,7 @@ Tensor kvstore_snapshot(Tensor handle) {
   }
   taken->moment = std::move(moment);
   taken->moment_first_mark = store.first_mark;
+  taken->moment_steps = std::move(steps);
   ++store.snapshot_count;
   held.clear();
   return Handles::table().add(taken);
@@ -317,6 +334,8 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CPU, m) {
   m.impl("kvstore_write_rows", TORCH_BOX(&kvstore_write_rows));
   m.impl("kvstore_write_metadata", TORCH_BOX(&kvstore_write_metadata));
   m.impl("kvstore_update", TORCH_BOX(&kvstore_update));
+  m.impl("kvstore_set_step", TORCH_BOX(&kvstore_set_step));
+  m.impl("kvstore_step", TORCH_BOX(&kvstore_step));
   m.impl("kvstore_delete", TORCH_BOX(&kvstore_delete));
   m.impl("kvstore_clear", TORCH_BOX(&kvstore_clear));
   m.impl("kvstore_begin_round", TORCH_BOX(&kvstore_begin_round));

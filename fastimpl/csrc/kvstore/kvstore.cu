@@ -396,6 +396,7 @@ Tensor kvstore_create_cuda(Tensor formats, int64_t shard_count) {
     STD_TORCH_CHECK(is_sound(format), "formats: table ", t, " has slots outside its row");
     store->tables.push_back(std::make_unique<Store::Table>(store->device, format));
   }
+  store->steps.resize(store->tables.size());
   store->device.end();
   return DeviceHandles::all().add({std::move(store), nullptr});
 }
@@ -499,7 +500,8 @@ int64_t kvstore_write_metadata_cuda(Tensor handle, int64_t table_index, Tensor i
 }
 
 // `hyper`: float64 [8] on the CPU.
-int64_t kvstore_update_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor grads, Tensor hyper, int64_t now) {
+int64_t kvstore_update_cuda(Tensor handle, int64_t table_index, Tensor ids, Tensor grads, Tensor hyper, int64_t now,
+                            int64_t step) {
   const StoreCall call(handle);
   const auto keys = call.ids(ids);
   check_plain(grads, handle, ScalarType::Float, 2, "grads");
@@ -511,7 +513,26 @@ int64_t kvstore_update_cuda(Tensor handle, int64_t table_index, Tensor ids, Tens
   return call.change(table_index, [&](Store::Table& table, uint64_t version) {
     table.update(keys, {static_cast<const float*>(grads.data_ptr()), grads.numel()}, values, static_cast<uint64_t>(now),
                  version);
+    call.store->steps[static_cast<size_t>(table_index)] = step;
   });
+}
+
+// Nothing on the device knows of steps: no stream is asked.
+int64_t& step_of(std::vector<int64_t>& steps, int64_t table_index) {
+  STD_TORCH_CHECK(table_index >= 0 && table_index < static_cast<int64_t>(steps.size()), "table: got ", table_index,
+                  ", the store has ", steps.size());
+  return steps[static_cast<size_t>(table_index)];
+}
+
+void kvstore_set_step_cuda(Tensor handle, int64_t table_index, int64_t step) {
+  const auto named = DeviceHandles::all().get(handle);
+  STD_TORCH_CHECK(named.moment == nullptr, "handle: a snapshot cannot be written");
+  step_of(named.store->steps, table_index) = step;
+}
+
+int64_t kvstore_step_cuda(Tensor handle, int64_t table_index) {
+  const auto named = DeviceHandles::all().get(handle);
+  return step_of(named.moment == nullptr ? named.store->steps : named.moment->steps, table_index);
 }
 
 // Returns [status, rows removed].
@@ -610,6 +631,8 @@ STABLE_TORCH_LIBRARY_IMPL(twinproof, CUDA, m) {
   m.impl("kvstore_write_rows", TORCH_BOX(&kvstore_write_rows_cuda));
   m.impl("kvstore_write_metadata", TORCH_BOX(&kvstore_write_metadata_cuda));
   m.impl("kvstore_update", TORCH_BOX(&kvstore_update_cuda));
+  m.impl("kvstore_set_step", TORCH_BOX(&kvstore_set_step_cuda));
+  m.impl("kvstore_step", TORCH_BOX(&kvstore_step_cuda));
   m.impl("kvstore_delete", TORCH_BOX(&kvstore_delete_cuda));
   m.impl("kvstore_clear", TORCH_BOX(&kvstore_clear_cuda));
   m.impl("kvstore_begin_round", TORCH_BOX(&kvstore_begin_round_cuda));

@@ -40,6 +40,8 @@ class Table {
   std::shared_ptr<Removals> removals = std::make_shared<Removals>();  // In the order of time, where they are logged.
   size_t compacted_count = 0;  // Removals left by the last compaction of their log.
   int64_t evicted_count = 0;
+  // Of the last update. Written under the lock, so that a moment has that of its rows; read without it.
+  std::atomic<int64_t> step{0};
 
   // The rows of a batch: the slot of position `grouped.position(i)` is `slots[i]`.
   struct Found {

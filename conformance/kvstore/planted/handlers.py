@@ -1,0 +1,29 @@
+"""Faults that ``test_handlers`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+_STORE = "twinproof.kvstore.store:KVStore"
+_UPDATE = "self._engine.update(table, checked, floats, hyper, now)"
+
+steps_written_late = patched(
+    "The step of a table is written behind its rows.",
+    mutated(
+        f"{_STORE}.apply_gradients",
+        _UPDATE,
+        f"before = self.step_count(table)\n        {_UPDATE}\n        self._engine.set_step(table, before)\n"
+        "        self._engine.set_step(table, number)",
+    ),
+    kills="KV-454",
+)
+steps_written_early = patched(
+    "The step of a table is written before its rows.",
+    mutated(f"{_STORE}.apply_gradients", _UPDATE, f"self._engine.set_step(table, number)\n        {_UPDATE}"),
+    kills="KV-454",
+)
+interrupted_clears_stay_bases = patched(
+    "A table that an interrupted clear has emptied stays a base of deltas.",
+    mutated("twinproof.kvstore.deltas:Fingerprints.forgetting", "self.forget(table)\n    try:", "try:"),
+    kills="KV-455",
+)

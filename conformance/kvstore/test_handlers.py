@@ -1,0 +1,125 @@
+"""Handlers of signals that run in the middle of a verb: Python calls them when the call that it is in returns.
+
+A handler may save, as that of a preempted job does, or raise, as Ctrl-C does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.harness import assert_equal, raises, requirement
+from conformance.kvstore.cases import contents, ids_of, save, store_of
+from twinproof.errors import DeltaBaseError
+
+# What both implementations are made of, and of one the way to its operators. The other's rows are Python's own.
+_WATCHED = ("twinproof.kvstore", "fastimpl.kvstore", "fastimpl.ops")
+
+
+class _Interruption(BaseException):
+    """What a handler raises: no Exception, as KeyboardInterrupt."""
+
+
+@contextmanager
+def _handled(number: int, handler: Callable[[], None]) -> Iterator[list[int]]:
+    """A handler that runs once, at the line of this number that is run inside; gives how many lines were."""
+    seen, before = [0], sys.gettrace()
+
+    def at_line(frame: Any, event: str, argument: Any) -> Any:
+        if event == "line":
+            seen[0] += 1
+            if seen[0] == number:
+                handler()
+        return at_line
+
+    def at_call(frame: Any, event: str, argument: Any) -> Any:
+        return at_line if frame.f_globals.get("__name__", "").startswith(_WATCHED) else None
+
+    sys.settrace(at_call)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+def _line_count(verb: Callable[[], object]) -> int:
+    with _handled(-1, lambda: None) as seen:
+        verb()
+    return seen[0]
+
+
+def _raise() -> None:
+    raise _Interruption
+
+
+def _trained(kvstore: Any) -> Any:
+    store = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam"))
+    store.apply_gradients("t", ids_of([1, 2]), torch.ones(2, 4), 0.1)
+    return store
+
+
+def _steps_of(kvstore: Any, source: Any) -> tuple[int, int]:
+    """How often the row of id 1 was stepped, by its header, and the table's step."""
+    return int(kvstore.unpack_header(source.get_rows("t", ids_of([1]))).counts), source.step_count("t")
+
+
+@requirement(
+    "KV-454",
+    "The step of a table MUST be that of its rows wherever in a step a handler of a signal runs: in a snapshot that it "
+    "takes, and in the store when it raises.",
+)
+def test_steps_and_rows(kvstore: Any) -> None:
+    store = _trained(kvstore)
+    step = partial(store.apply_gradients, "t", ids_of([1, 3]), torch.ones(2, 4), 0.1)
+    line_count = _line_count(step)
+    assert_equal(line_count > 10, True, where="lines of a step")
+    for line in range(1, line_count + 1):
+        found: list[tuple[int, int]] = []
+
+        def look() -> None:
+            with store.snapshot() as taken:
+                found.append(_steps_of(kvstore, taken))  # noqa: B023
+
+        before = _steps_of(kvstore, store)[0]
+        with _handled(line, look):
+            step()
+        ((rows, told),) = found
+        assert_equal(told, rows, where=f"a snapshot that a handler takes at line {line}")
+        assert_equal(_steps_of(kvstore, store), (before + 1, before + 1), where=f"behind line {line}")
+        with suppress(_Interruption), _handled(line, _raise):
+            step()
+        rows, told = _steps_of(kvstore, store)
+        assert_equal(told, rows, where=f"the store, interrupted at line {line}")
+
+
+def _copy(kvstore: Any, folder: Path) -> Any:
+    store = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam"))
+    kvstore.load(store, folder / "full")
+    return store
+
+
+@requirement(
+    "KV-455",
+    "A clear that a handler of a signal interrupts MUST leave all rows or none, and none is no base of deltas.",
+)
+def test_interrupted_clear(kvstore: Any, tmp_path: Path) -> None:
+    source = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam"), track_changes=True)
+    source.set("t", ids_of([1, 2, 3]), torch.ones(3, 4))
+    mark = save(kvstore, source, tmp_path / "full").mark
+    source.set("t", ids_of([4]), torch.ones(1, 4))
+    save(kvstore, source, tmp_path / "delta", since=mark)
+    for line in range(1, _line_count(partial(_copy(kvstore, tmp_path).clear, "t")) + 1):
+        copy, where = _copy(kvstore, tmp_path), f"interrupted at line {line}"
+        with suppress(_Interruption), _handled(line, _raise):
+            copy.clear("t")
+        if copy.size("t"):
+            assert_equal(contents(copy), contents(_copy(kvstore, tmp_path)), where=where)
+        else:
+            with raises(DeltaBaseError, where=where):
+                kvstore.load(copy, tmp_path / "delta")
