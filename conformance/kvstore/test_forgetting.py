@@ -288,3 +288,21 @@ def test_chain(kvstore: Any, tmp_path: Path) -> None:
         with raises(ConfigError, mentions=("forget", f"got: {since}", "where: since"), where=f"since {since}"):
             save(kvstore, store, tmp_path / "late", since=since)
     assert_equal((tmp_path / "late").exists(), False, where="what was refused")
+
+
+@requirement(
+    "KV-480",
+    "A store that does not track its changes MUST keep no marks of the deltas that it loads, nor of its own saves: "
+    "nobody can ask it for its changes since one of them.",
+)
+def test_copies_that_follow(kvstore: Any, tmp_path: Path) -> None:
+    source, copy = filled(kvstore, range(4), track_changes=True), fresh(kvstore)
+    mark = save(kvstore, source, tmp_path / "full").mark
+    kvstore.load(copy, tmp_path / "full")
+    for number in range(5):
+        source.set("a", ids_of([number]), weights_of(source, 1, number, "a"))
+        mark = save(kvstore, source, tmp_path / f"{number}", since=mark).mark
+        kvstore.load(copy, tmp_path / f"{number}")
+        save(kvstore, copy, tmp_path / "copy")
+        assert_equal(copy.fingerprints.mark_count, 0, where=f"marks with names after delta {number}")
+    assert_contents(copy, contents(source), where="the copy")

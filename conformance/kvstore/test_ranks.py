@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from conformance.kvstore.cases import ids_of, save, store_of, weights_of
-from twinproof.errors import ConfigError, TwinproofError
+from conformance.kvstore.cases import assert_contents, contents, ids_of, save, store_of, weights_of
+from twinproof.errors import ConfigError, TwinproofError, UnsupportedError
 
 BUCKETS = 2
 
@@ -168,3 +169,60 @@ def test_groups_come_and_go(kvstore: Any, rank_pool: Any, tmp_path: Path) -> Non
             place = (2, 0) if is_alone else (4, 2 * rank)
             expected = [*[place] * (number + 2), 2 if is_alone else 4, 2]
             assert_equal(answer, f"{expected}", where=f"rank {rank}, asked for the time {number}")
+
+
+class _Model(torch.nn.Module):
+    """A table whose rows are dealt to ranks, beside what is not."""
+
+    def __init__(self, kvstore: Any, store: Any, buckets: Any) -> None:
+        super().__init__()
+        self.rows = kvstore.KVEmbeddingBag(store, buckets=buckets)
+        self.dense = torch.nn.Linear(2, 1)
+
+
+def full_states(rank: Any, path: str) -> list[str]:
+    """What torch's functions for state dicts give of rows that are dealt to two ranks, and of rows of the first."""
+    kvstore = rank.component("kvstore")
+    layout = kvstore.RowLayout(4, optimizer="adagrad")
+    dealt = _Model(kvstore, _store_of_rank(kvstore, rank, [layout] * 2), kvstore.Buckets(BUCKETS))
+    of_first = store_of(kvstore, layout)
+    if rank.rank == 0:
+        of_first.set("t", ids_of([4, 5, 6]), weights_of(of_first, 3, 1))
+    found = []
+    for name, model in (("dealt", dealt), ("of the first", _Model(kvstore, of_first, None))):
+        for is_full in (True, False):
+            options = StateDictOptions(full_state_dict=is_full)
+            try:
+                weight = get_model_state_dict(model, options=options)["rows.weight"]
+            except UnsupportedError as error:
+                found.append(f"{name}, {is_full}: {'full_state_dict=False' in str(error)}")
+                continue
+            found.append(f"{name}, {is_full}: {weight.shape[0]} of {weight.global_row_count}")
+    state = get_model_state_dict(dealt)
+    with succeeds("loading on as many ranks", where=f"rank {rank.rank}"):
+        dealt.load_state_dict(state)
+    torch.save(state, f"{path}-{rank.rank}")
+    return found
+
+
+@requirement(
+    "KV-458",
+    "Rows that are dealt to ranks MUST be refused by name where torch would take those of one rank for all: with "
+    "full_state_dict, and where one process loads what a rank of several had.",
+)
+def test_rows_of_one_rank(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
+    with succeeds("two ranks", where="an answer of both"):
+        found = rank_pool.run(full_states, 2, str(tmp_path / "state"), timeout_s=20)
+    for rank, counts in enumerate((("2 of 4", "3 of 3"), ("2 of 4", "0 of 3"))):
+        dealt, first = counts
+        expected = ["dealt, True: True", f"dealt, False: {dealt}"]
+        expected += [f"of the first, {is_full}: {first}" for is_full in (True, False)]
+        assert_equal(found[rank], expected, where=f"rank {rank}")
+    store = store_of(kvstore, kvstore.RowLayout(4, optimizer="adagrad"))
+    store.set("t", ids_of([9]), weights_of(store, 1, 1))
+    model, before = _Model(kvstore, store, kvstore.Buckets(BUCKETS)), contents(store)
+    for rank in range(2):
+        state = torch.load(f"{tmp_path / 'state'}-{rank}", weights_only=False)
+        with raises(UnsupportedError, mentions=("2 of 4 rows", "rows.weight"), where=f"rank {rank}'s, alone"):
+            model.load_state_dict(state)
+        assert_contents(store, before, where="behind a refusal")

@@ -206,7 +206,7 @@ class Fingerprints:
 
     def note(self, mark: int, names: dict[str, str], part: LoadedPart | None = None) -> None:
         """The tables hold at ``mark`` what these fingerprints name, or a part; the same contents may have several."""
-        if mark < self.first_mark:
+        if mark < self.first_mark or not names:
             return
         known = self._at.setdefault(mark, {})
         for table, name in names.items():
@@ -511,5 +511,6 @@ def note_load(
             whole = whole and kept + counts[table] == store.size(table)
         else:
             whole = whole and bool(set(store.fingerprints.at(mark, table)) & set(saved.bases.get(table, ())))
-        if name is not None and whole:
+        # Nobody can ask another store for its changes since a mark.
+        if name is not None and whole and store.options.track_changes:
             store.fingerprints.note(now, {table: name}, parts[table])

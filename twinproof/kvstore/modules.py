@@ -8,8 +8,9 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -42,8 +43,10 @@ from twinproof.kvstore.rows import (
     check_row_range,
     chosen_buckets,
     places_of,
+    rank_buckets,
     table_of,
 )
+from twinproof.kvstore.statedict import rank_and_world
 from twinproof.kvstore.store import KVStore
 from twinproof.optimizers import Hyper
 
@@ -140,8 +143,42 @@ class _StoreRows(torch.nn.Module):
             raise UnsupportedError(
                 "this store gives no state dict", got=type(self.store).__name__, expected="a KVStore", where=prefix
             )
+        self._check_rows_of_all(prefix)
         found = self.store.state_dict(buckets=self.buckets, process_group=self.process_group, tables=(self.table,))
         destination.update({prefix + name.removeprefix(self.table + "."): value for name, value in found.items()})
+
+    def _check_rows_of_all(self, prefix: str) -> None:
+        """Refuse torch's ``full_state_dict`` where rows are dealt to ranks. Raises UnsupportedError, on every rank.
+
+        Torch gathers DTensors: of these tensors it would keep the first rank's rows, as if they were all.
+        """
+        _, world_size = rank_and_world(self.process_group)
+        total_count = chosen_buckets(self.buckets).total_count
+        if rank_buckets(total_count, world_size, 0) == (0, total_count):
+            return
+        # Options do not come to modules; the only place that names them is the call of torch's that wants the state.
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if getattr(frame.f_locals.get("info"), "full_state_dict", False) is True:
+                raise UnsupportedError(
+                    "full_state_dict would keep the rows of one rank",
+                    got=f"rows of {total_count} buckets on {world_size} ranks",
+                    expected="full_state_dict=False, or kvstore.save",
+                    where=prefix + "weight",
+                )
+            frame = frame.f_back
+
+    def _check_all_rows(self, rows: Mapping[str, Any], prefix: str) -> None:
+        """Refuse the rows of one rank of several to a module that is alone. Raises UnsupportedError."""
+        weight = rows[f"{self.table}.weight"]
+        count = getattr(weight, "global_row_count", None)
+        if count is not None and count != weight.shape[0] and rank_and_world(self.process_group)[1] == 1:
+            raise UnsupportedError(
+                "these are the rows of one rank of several",
+                got=f"{weight.shape[0]} of {count} rows",
+                expected="all of them: kvstore.save by those ranks and kvstore.load, or as many ranks",
+                where=prefix + "weight",
+            )
 
     def _load_from_state_dict(
         self,
@@ -165,6 +202,7 @@ class _StoreRows(torch.nn.Module):
             missing_keys += needed
         if not needed:
             rows = {f"{self.table}.{field}": state_dict[name] for field, name in given.items()}
+            self._check_all_rows(rows, prefix)
             self.store.load_state_dict(rows, tables=(self.table,), clear=True)
 
     def _fqn_modifiers(self) -> dict[str, str]:

@@ -112,3 +112,14 @@ the_base_goes_too = patched(
     ),
     kills="KV-445",
 )
+
+names_of_copies = patched(
+    "A store that tracks nothing keeps the name of each delta that it loads.",
+    mutated("twinproof.kvstore.deltas:note_load", " and store.options.track_changes", ""),
+    kills="KV-480",
+)
+marks_without_names = patched(
+    "Each save of a store that tracks nothing leaves a mark without a name.",
+    mutated("twinproof.kvstore.deltas:Fingerprints.note", " or not names", ""),
+    kills="KV-480",
+)

@@ -54,3 +54,20 @@ group_of_a_module_found_early = patched(
     ),
     kills="KV-414",
 )
+
+_MODULE = "twinproof.kvstore.modules:_StoreRows"
+full_states_of_one_rank = patched(
+    "Torch's full_state_dict gets the rows of one rank.",
+    mutated(f"{_MODULE}._check_rows_of_all", '"full_state_dict", False) is True', '"full_state_dict", False) is None'),
+    kills="KV-458",
+)
+full_states_of_nobody = patched(
+    "Torch's full_state_dict is refused where the first rank has all rows, too.",
+    mutated(f"{_MODULE}._check_rows_of_all", "== (0, total_count)", "is None"),
+    kills="KV-458",
+)
+rows_of_a_rank_for_all = patched(
+    "One process takes the rows of one rank of several for all.",
+    mutated(f"{_MODULE}._check_all_rows", "count is not None", "False"),
+    kills="KV-458",
+)
