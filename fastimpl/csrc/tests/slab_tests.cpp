@@ -95,6 +95,11 @@ void refusals() {
   SlabFacts facts{};
   uint8_t* const one = slabs.make(5000, 0, -1, &error);
   require(slabs.facts(one, &facts) && facts.is_pinned && facts.node == 0, "pages lie near the device");
+  for (const int device : {1, -1}) {
+    uint8_t* const other = slabs.make(5000, device, -1, &error);
+    require(slabs.facts(other, &facts) && facts.node == (device == 1 ? 0 : -1), "near any device, and near none");
+    slabs.drop(other);
+  }
   uint8_t* const two = slabs.make(5000, 0, 1023, &error);
   require(slabs.facts(two, &facts) && facts.node == 1023 && facts.bind_error != 0, "a node that is not there is said");
   uint8_t* const three = slabs.make(5000, 0, 1024, &error);
