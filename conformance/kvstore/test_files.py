@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -33,7 +34,16 @@ from conformance.kvstore.cases import (
     weights_of,
 )
 from conformance.provers.faults import Interruption, each_moment, interrupted
-from twinproof.errors import ConfigError, CorruptionError, FormatError, MissingKeyError, ShapeError, TwinproofError
+from twinproof.checkpoint.publish import storage_error
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    MissingKeyError,
+    ShapeError,
+    StorageError,
+    TwinproofError,
+)
 
 
 def torn_files(path: Path) -> dict[str, Any]:
@@ -268,6 +278,8 @@ def test_replaced_while_loaded(kvstore: Any, tmp_path: Path, beside: tuple[int, 
     for table in "ab":
         new.set_rows(table, random_rows(new, new.ids(table).tolist(), 11, table))
     expected, outcomes = {"old": contents(old), "new": contents(new)}, set()
+    # Two files, which may be of two moments.
+    files = {f"{table}.{name}": at for at, table in ((1, "a"), (2, "b")) for name in ("rows", "ids", "bucket_counts")}
     for rows in (rows for tables in expected.values() for rows in tables.values()):
         rows |= dict.fromkeys(beside, b"")
 
@@ -276,13 +288,13 @@ def test_replaced_while_loaded(kvstore: Any, tmp_path: Path, beside: tuple[int, 
         for table in "ab":
             store.set(table, ids_of(beside), weights_of(store, len(beside), 5, table))
         path.parent.mkdir()
-        save(kvstore, old, path, buckets=kvstore.Buckets(2))
-        replace = functools.partial(save, kvstore, new, path, buckets=kvstore.Buckets(2))
-        with interrupted(path, nth, replace) as hook:
+        options = {"buckets": kvstore.Buckets(2), "fqn_to_index_mapping": files}
+        save(kvstore, old, path, **options)
+        with interrupted(path, nth, functools.partial(save, kvstore, new, path, **options)) as hook:
             try:
                 kvstore.load(store, path, chunk_rows=4)
-            except TwinproofError:
-                outcomes.add("named error")
+            except TwinproofError as error:
+                outcomes.add(error.message)
                 return hook
         found = {table: rows | dict.fromkeys(beside, b"") for table, rows in contents(store).items()}
         which = [name for name, rows in expected.items() if rows == found]
@@ -291,7 +303,85 @@ def test_replaced_while_loaded(kvstore: Any, tmp_path: Path, beside: tuple[int, 
         return hook
 
     each_moment(once)
-    assert_equal({"old", "new"} - outcomes, set(), where="outcomes that were not seen")
+    said = "the checkpoint was replaced while it was read; load it again"
+    assert_equal(outcomes, {"old", "new", said}, where="outcomes")
+
+
+@requirement(
+    "KV-465",
+    "A load whose files are replaced or deleted when it writes its first row MUST end with all rows of the files that "
+    "it began with, into empty tables and beside rows, in either form.",
+)
+@pytest.mark.parametrize("form", ["rows", "separate"])
+@pytest.mark.parametrize("beside", [(), (1000,)])
+def test_one_moment(kvstore: Any, tmp_path: Path, beside: tuple[int, ...], form: str) -> None:
+    old, new = filled(kvstore, range(40)), filled(kvstore, range(20, 60))
+    ways: dict[str, Callable[[Path], object]] = {
+        "replaced": lambda path: save(kvstore, new, path, form=form),
+        "deleted": shutil.rmtree,
+    }
+    for name, way in ways.items():
+        path, store = tmp_path / name, fresh(kvstore)
+        for table in "ab":
+            store.set(table, ids_of(beside), weights_of(store, len(beside), 5, table))
+        expected = {table: contents(store)[table] | rows for table, rows in contents(old).items()}
+        save(kvstore, old, path, form=form)
+
+        def change(_: str, store: Any = store, path: Path = path, way: Any = way) -> None:
+            store.remove_listener(change)
+            way(path)
+
+        store.add_listener(change)
+        with succeeds("load", where=name):
+            kvstore.load(store, path, chunk_rows=4)
+        assert_contents(store, expected, where=name)
+
+
+@requirement(
+    "KV-466",
+    "A load whose file is written over in place between its readings MUST be refused by name, with the file's path.",
+)
+def test_written_over_in_place(kvstore: Any, tmp_path: Path) -> None:
+    old, new, store = filled(kvstore, range(40)), filled(kvstore, range(40)), filled(kvstore, [1000])
+    new.set_rows("b", random_rows(new, range(1, 40), 11, "b"))
+    file = tmp_path / "old" / FILE
+    save(kvstore, old, file.parent)
+    save(kvstore, new, tmp_path / "new")
+
+    def write_over(_: str) -> None:
+        store.remove_listener(write_over)
+        file.write_bytes((tmp_path / "new" / FILE).read_bytes())
+        # Not within one tick of the clock.
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+
+    store.add_listener(write_over)
+    with raises(CorruptionError, mentions=("while it was read", f"where: {file}"), where="a file that changes"):
+        kvstore.load(store, file.parent, chunk_rows=4)
+
+
+@requirement(
+    "KV-472",
+    "What is wrong with a file while it is held MUST be told with its path and, of the system, the number; a file that "
+    "went before MUST be told as one that was replaced.",
+)
+def test_held_files_have_names(kvstore: Any, tmp_path: Path) -> None:
+    file = tmp_path / "ck" / FILE
+    save(kvstore, filled(kvstore, range(4)), file.parent)
+    saved = kvstore.SavedRows(file.parent)
+    with raises(CorruptionError, mentions=("shorter", f"where: {file}"), where="a torn file"), saved.held(("a",)):
+        raise CorruptionError("shorter", got=1, expected=2, where=saved.file_of("a.ids"))
+    refused = OSError(errno.EIO, os.strerror(errno.EIO))
+    with raises(StorageError, mentions=("EIO", f"where: {file}"), where="a disk") as failure, saved.held(("a",)):
+        raise storage_error(refused, "reading", saved.file_of("a.rows"))
+    found = failure.outer
+    assert_equal((type(found).__name__, getattr(found, "errno", None)), ("StorageError", errno.EIO), where="a disk")
+    with raises(CorruptionError, mentions=("where: a row",), where="another place"), saved.held(("a",)):
+        raise CorruptionError("wrong", got=1, expected=2, where="a row")
+    assert_equal(saved.file_of("a.rows"), str(file), where="the file behind it")
+    shutil.rmtree(file.parent)
+    said = ("no file", f"where: {file}")
+    with raises(CorruptionError, mentions=said, where="a file that is gone"), saved.held(("a",)):
+        pass
 
 
 @requirement(

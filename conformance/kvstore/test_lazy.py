@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,27 @@ def test_operations(kvstore: Any) -> None:
             with raises(UnsupportedError, mentions=said, where=f"a part of {name} into plain memory"):
                 torch.zeros_like(full).copy_(lazy)
             assert_equal((lazy.clone().global_row_count, lazy.clone().row_offset), (lazy.shape[0] + 3, 2), where=name)
+
+
+@requirement(
+    "KV-470",
+    "What asks lazy rows for memory of Python's or NumPy's MUST be refused by name, of views and of their copies in "
+    "memory; full_tensor() MUST answer it.",
+)
+def test_arrays(kvstore: Any) -> None:
+    for name, lazy in filled(kvstore, KEYS).state_dict(chunk_rows=5).items():
+        for kind, rows in (("a view", lazy), ("a copy", lazy.clone())):
+            ways: dict[str, Callable[[], object]] = {
+                "numpy": rows.numpy,
+                "numpy by force": partial(rows.numpy, force=True),
+                # What ``numpy.asarray`` calls.
+                "asarray": rows.__array__,
+                "tolist": rows.tolist,
+            }
+            for way, act in ways.items():
+                with raises(UnsupportedError, mentions=("full_tensor()",), where=f"{way} of {name}, {kind}"):
+                    act()
+            assert_equal(len(rows.full_tensor().tolist()), rows.shape[0], where=f"{name}, {kind}")
 
 
 @requirement(

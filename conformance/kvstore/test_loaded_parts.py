@@ -50,11 +50,13 @@ def part_of(held: dict[str, dict[int, bytes]], buckets: set[int]) -> dict[str, d
 @requirement(
     "KV-431",
     "A delta MUST load only for buckets that its base was loaded for, full loads of one save counted together: else it "
-    "is refused, both told by name, and the store stays. What it leaves MUST be all of those buckets' rows.",
+    "is refused, both told by name, and the store stays. What it leaves MUST be all of those buckets' rows. One for no "
+    "bucket MUST leave rows what they were loaded from.",
 )
 @examples(40)
 @example(full=[(2, 3), (0, 1)], later=[(0, 3), (0, 3)])
 @example(full=[(2, 3), (0, 2)], later=[(0, 3), (0, 4)])
+@example(full=[(0, 4)], later=[(2, 2), (0, 4)])
 @given(
     st.lists(st.sampled_from(RANGES), min_size=1, max_size=3), st.lists(st.sampled_from(RANGES), min_size=2, max_size=2)
 )
@@ -65,16 +67,26 @@ def test_buckets_of_bases(
     held, store = saved(kvstore, folder), empty(kvstore)
     for owned in full:
         kvstore.load(store, folder / "0", owned=owned)
-    mine = {bucket for begin, end in full for bucket in range(begin, end)}
+    mine, loaded = {bucket for begin, end in full for bucket in range(begin, end)}, 0
     for number, owned in enumerate(later, 1):
         asked, where = set(range(*owned)), f"{full}, then {later[:number]}"
         before = contents(store)
-        if asked <= mine:
+        if mine and not asked:
+            with succeeds("load", where=where):
+                kvstore.load(store, folder / f"{number}", owned=owned)
+            assert_contents(store, before, where=f"{where}: no bucket")
+        elif loaded < number - 1:
+            with raises(DeltaBaseError, mentions=("another base",), where=where):
+                kvstore.load(store, folder / f"{number}", owned=owned)
+            with succeeds("load of what was loaded for no bucket", where=where):
+                kvstore.load(store, folder / f"{number - 1}", owned=(0, 0))
+                kvstore.load(store, folder / f"{number - 1}", owned=(min(mine), min(mine) + 1))
+        elif asked <= mine:
             with succeeds("load", where=where):
                 kvstore.load(store, folder / f"{number}", owned=owned)
             found = part_of(contents(store), asked)
             assert_equal(found, part_of(held[number], asked), where=f"{where}: rows of these buckets")
-            mine = asked
+            mine, loaded = asked, number
         else:
             told = [f"[{owned[0]}, {owned[1]}) of ", "weights_only=False", "where: "]
             with raises(DeltaBaseError, mentions=told, where=where):
@@ -297,3 +309,73 @@ def test_filled_piece_by_piece(kvstore: Any, tmp_path: Path) -> None:
                 assert_equal(called, "DeltaBaseError" if named else "none", where=f"{where}: on {base}")
                 if base is not None and between is None:
                     assert_contents(target, contents(store), where=where)
+
+
+@requirement(
+    "KV-464",
+    "A load for no bucket MUST leave rows the base that they have, which lets deltas on, and no store without it take "
+    "what is saved since; a table without rows it MUST give a name, and be empty for a base where no other name is.",
+)
+def test_no_bucket(kvstore: Any, tmp_path: Path) -> None:
+    tables = {name: kvstore.RowLayout(4) for name in "tu"}
+    buckets, nothing = kvstore.Buckets(TOTAL), (TOTAL, TOTAL)
+
+    def made() -> Any:
+        store = store_of(kvstore, tables, track_changes=True)
+        # Its mark is not that of a new store.
+        store.set("u", ids_of([1]), weights_of(store, 1, 3, "u"))
+        return store
+
+    def bases(store: Any, name: str) -> tuple[str, ...]:
+        mark = store.mark()
+        store.set("t", ids_of([99]), weights_of(store, 1, 4))
+        save(kvstore, store, tmp_path / name, since=mark, buckets=buckets)
+        return tuple(kvstore.SavedRows(tmp_path / name).bases.get("t", ()))
+
+    source = made()
+    names: dict[str, str] = {}
+    mark = None
+    for name in ("nothing", "full", "delta", "later"):
+        since = mark if name in ("delta", "later") else None
+        if name != "nothing":
+            keys = range(20) if name == "full" else [len(names)]
+            source.set("t", ids_of(keys), weights_of(source, len(keys), len(names)))
+        mark = save(kvstore, source, tmp_path / name, since=since, buckets=buckets).mark
+        names[name] = kvstore.SavedRows(tmp_path / name).fingerprints["t"]
+
+    def loaded(*loads: tuple[str, tuple[int, int]]) -> Any:
+        store = made()
+        for name, owned in loads:
+            with succeeds("load", where=f"{name}, {owned} of {loads}"):
+                kvstore.load(store, tmp_path / name, tables=("t",), owned=owned)
+        return store
+
+    whole = (0, TOTAL)
+    on = loaded(("full", whole), ("delta", nothing), ("later", nothing), ("delta", whole), ("later", whole))
+    assert_equal(contents(on)["t"], contents(source)["t"], where="behind the deltas")
+    for other in ("delta", "nothing"):
+        since = bases(loaded(("full", whole), (other, nothing)), f"since {other}")
+        assert_equal(since, (names["full"],), where=f"bases behind {other}")
+        with raises(DeltaBaseError, where="a store without the base"):
+            kvstore.load(made(), tmp_path / f"since {other}", tables=("t",))
+    assert_equal(bases(loaded(("full", nothing)), "none"), ("empty",), where="a table without rows")
+    since = bases(loaded(("nothing", whole), ("full", nothing)), "both")
+    # Of the first load, or of the last alone, where that has moved the mark.
+    assert_equal(len(since), 1, where="names of a table without rows")
+
+
+@requirement("KV-471", "A delta for no bucket MUST need no base where a table has rows, which it leaves as they are.")
+def test_no_bucket_needs_no_base(kvstore: Any, tmp_path: Path) -> None:
+    saved(kvstore, tmp_path)
+    for first in ("0", "by hand"):
+        store = empty(kvstore)
+        if first == "by hand":
+            store.set("t", ids_of([5]), weights_of(store, 1, 2))
+        else:
+            kvstore.load(store, tmp_path / first)
+        before = contents(store)
+        with succeeds("load of a later delta", where=first):
+            kvstore.load(store, tmp_path / "2", owned=(TOTAL, TOTAL))
+        assert_contents(store, before, where=first)
+        with raises(DeltaBaseError, mentions=("another base",), where=f"{first}: for buckets"):
+            kvstore.load(store, tmp_path / "2")

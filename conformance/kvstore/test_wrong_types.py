@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -490,8 +491,11 @@ def test_what_is_none(kvstore: Any) -> None:
             with raises(ConfigError, mentions=[f"where: {name}", f"got: {value}"], where=f"{name} is {value!r}"):
                 call(value)
     values = {"meta": zeros.to("meta"), "[n]": zeros[:, 0], "[n, w, 1]": zeros[..., None], "sparse": zeros.to_sparse()}
-    # torch is asked for no strides here: it has none.
-    values["sparse rows"] = zeros.to_sparse_csr()
+    with warnings.catch_warnings():
+        # A kind of tensor that torch may change yet.
+        warnings.simplefilter("ignore")
+        # torch is asked for no strides here: it has none.
+        values["sparse rows"] = zeros.to_sparse_csr()
     for what, wrong in values.items():
         with raises((ShapeError, UnsupportedError), mentions=["where: values"], where=f"place {what}"):
             store.place("t", ids, wrong, 16)
@@ -610,3 +614,34 @@ def test_places_of_rows(kvstore: Any) -> None:
     assert_equal((view.global_row_count, view.row_offset), (2, 0), where="the view's place")
     assert_contents(store, before, where="after refusals")
     assert_equal(store.mark(), mark, where="mark after refusals")
+
+
+@requirement(
+    "KV-469",
+    "Ids and offsets of a lookup that are nested or sparse MUST be refused by name of the argument and the kind.",
+)
+def test_nested_ids(kvstore: Any) -> None:
+    store = _stored(kvstore)
+    before, ids = contents(store), ids_of([1, 2])
+    bag, rows = kvstore.KVEmbeddingBag(store), kvstore.KVEmbedding(store)
+    with warnings.catch_warnings():
+        # Kinds of tensors that torch may change yet.
+        warnings.simplefilter("ignore")
+        kinds = {
+            "jagged": torch.nested.nested_tensor([ids, ids[:1]], layout=torch.jagged),
+            "nested": torch.nested.nested_tensor([ids, ids[:1]]),
+            "sparse_coo": ids.to_sparse(),
+            "sparse_csr": ids[None].to_sparse_csr(),
+        }
+    for name, given in kinds.items():
+        said = "got: a nested tensor" if given.is_nested else f"got: torch.{name}"
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("input", partial(bag, given)),
+            ("input", partial(rows, given)),
+            ("input", partial(bag, given, ids_of([0]))),
+            ("offsets", partial(bag, ids, given)),
+        ]
+        for place, (where, call) in enumerate(calls):
+            with raises(ShapeError, mentions=(said, "expected: ", f"where: {where}"), where=f"{name}, call {place}"):
+                call()
+    assert_contents(store, before, where="after refusals")

@@ -310,6 +310,8 @@ def local_path(path: str | os.PathLike[str], where: str = "path") -> Path:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise ConfigError("not a path", got=repr(path)[:200], expected="a str or a Path", where=where)
+    if "\0" in text:
+        raise ConfigError("no file has a name with a NUL", got=repr(text)[:200], expected="no NUL", where=where)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         raise ConfigError(
             "only local paths are supported", got=text, expected="a folder of a mounted file system", where=where

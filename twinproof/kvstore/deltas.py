@@ -412,11 +412,13 @@ def named(store: DeltaStore, by_rank: list[dict[str, TableSummary]], since: int 
 
 
 def _held_by_all(table: str, by_rank: list[TableSummary]) -> tuple[str, ...]:
-    """The bases that all ranks name and have all buckets of, together; of whose buckets they have none, ``EMPTY``.
+    """The bases that all ranks name and have all buckets of, together.
+
+    ``EMPTY`` where they name only those of whose buckets they have none.
 
     With others the delta would say that it leaves rows which none of these ranks has: those of the other buckets.
     """
-    held, lacking = set[str](), list[LoadedPart]()
+    held, lacking, are_empty = set[str](), list[LoadedPart](), False
     for name in set(by_rank[0].bases).intersection(*(one.bases for one in by_rank)):
         parts = [one.base_parts[name] for one in by_rank if name in one.base_parts]
         together = reduce(LoadedPart.joined, parts) if len(parts) == len(by_rank) else None
@@ -425,11 +427,12 @@ def _held_by_all(table: str, by_rank: list[TableSummary]) -> tuple[str, ...]:
         elif together.ranges:
             lacking.append(together)
         else:
-            held.add(EMPTY)
+            are_empty = True
     if lacking and not held:
         got, expected = "; ".join(map(str, lacking)), "a load of all buckets over the ranks, or a mark of a full save"
         raise ConfigError("a delta of what was loaded in part", got=got, expected=expected, where=f"since, {table}")
-    return tuple(sorted(held))
+    # Beside another name it would let a store that never had these contents take the delta.
+    return tuple(sorted(held)) or ((EMPTY,) if are_empty else ())
 
 
 def _name_of(parts: list[TableSummary], since: int | None, bases: tuple[str, ...]) -> str:

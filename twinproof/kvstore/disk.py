@@ -21,22 +21,31 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from twinproof import regime
 from twinproof.checkpoint.catalog import Catalog, check_present, crc32, read_catalog, verify_catalog
 from twinproof.checkpoint.format import buffer_of, local_path, torch_dtype
 from twinproof.checkpoint.groups import group_to_save_in
-from twinproof.checkpoint.publish import together
-from twinproof.errors import ConfigError, CorruptionError, MissingKeyError, check_flags
+from twinproof.checkpoint.publish import raise_first, storage_error, together
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    DistributedError,
+    MissingKeyError,
+    StorageError,
+    TwinproofError,
+    check_flags,
+)
 from twinproof.kvstore.deltas import (
     FORMS,
     LoadedPart,
@@ -274,6 +283,35 @@ class SavedRows(RowSource):
             seam = ids[-1:]
             yield ids, rows
 
+    @contextmanager
+    def held(self, tables: Iterable[str]) -> Iterator[None]:
+        """Inside, the files of these tables are read that have the headers which were read, whatever replaces them.
+
+        They stay open, and are read by the names of their descriptors: what is replaced or deleted has its bytes until
+        the end. Raises CorruptionError for what was replaced before, or is written over in place when it is asked for.
+        """
+        catalog, prefixes = self.catalog, tuple(f"{table}." for table in tables)
+        files = {r.chunks[0].file: "" for name, r in catalog.tensors.items() if name.startswith(prefixes)}
+        with ExitStack() as opened:
+            # A file that is gone is said to be replaced, and not only to be missing.
+            catalog.check_unchanged(files)
+            for file in files:
+                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                opened.callback(os.close, descriptor)
+                files[file] = f"/proc/self/fd/{descriptor}"
+            self.catalog = _moved(catalog, files)
+            try:
+                # All headers were read before: of several files none is of another moment.
+                self.catalog.check_unchanged()
+                yield
+            except (CorruptionError, StorageError) as error:
+                path = {place: file for file, place in files.items()}.get(str(error.where))
+                if path is not None:
+                    raise _said_of(error, path) from error
+                raise
+            finally:
+                self.catalog = catalog
+
     def deleted(self, table: str) -> torch.Tensor:
         """The ids that a delta removes, int64 [M]; of a full save none. Raises MissingKeyError."""
         self.saved_table(table)
@@ -284,6 +322,23 @@ class SavedRows(RowSource):
     def reopened(self) -> tuple[Callable[..., RowSource], tuple[Any, ...]] | None:
         """By their path."""
         return SavedRows, (self.path,)
+
+
+def _moved(catalog: Catalog, files: Mapping[str, str]) -> Catalog:
+    """What a catalog says of these files, for the same ones under other names."""
+    tensors = {
+        name: replace(record, chunks=[chunk._replace(file=files[chunk.file]) for chunk in record.chunks])
+        for name, record in catalog.tensors.items()
+        if record.chunks[0].file in files
+    }
+    return replace(catalog, tensors=tensors, headers={place: catalog.headers[file] for file, place in files.items()})
+
+
+def _said_of(error: CorruptionError | StorageError, file: str) -> Exception:
+    """The same error of a file by its path."""
+    if isinstance(error, StorageError):
+        return storage_error(error, "reading", file)
+    return CorruptionError(error.message, got=error.got, expected=error.expected, where=file)
 
 
 def _from_anywhere(path: str) -> str:
@@ -482,15 +537,16 @@ class StoreFiles:
                 ``enable_consolidation=False``: ``load`` takes rows as their layout says, in final files.
 
         Raises:
-            ConfigError: an id outside this rank's buckets, changes that are not tracked, a delta of what the ranks
-                together had loaded in part, ranks that ask for different buckets, forms or kinds, or for what is none
-                or cannot be loaded, or whose rows have different layouts; on every rank. A process that is not of the
-                group.
-            CheckpointExistsError, StorageError, DistributedError.
+            ConfigError: an id outside this rank's buckets, changes that are not tracked, options that are none or
+                whose files cannot be loaded, a process that is not of the group. On every rank: a delta of what the
+                ranks together had loaded in part; ranks that ask for different buckets, forms or kinds, or whose rows
+                have different layouts.
+            CheckpointExistsError, StorageError. DistributedError: another rank failed; the rank at fault raises its
+                own error. CheckpointException: torch's, with what is none of this project's errors and no OSError.
         """
         chosen = Buckets() if buckets is None else buckets
         started, named_by_user = time.perf_counter(), writer_options.pop("metadata", None) or {}
-        alone = rank_and_world(process_group)[1] == 1
+        rank, world_size = rank_and_world(process_group)
         with group_to_save_in(process_group) as group, ExitStack() as opened:
 
             def writer_with(metadata: Mapping[str, str]) -> Any:
@@ -519,9 +575,9 @@ class StoreFiles:
 
             mark, parts, fingerprints, state, writer = together(planned, group)
             planned_s = time.perf_counter()
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _named_failures(rank):
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
+                dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=world_size == 1)
         store.fingerprints.note(mark, fingerprints)
         counts = {part.table: part.ids.numel() for part in parts}
         deleted = {part.table: 0 if part.deleted is None else part.deleted.numel() for part in parts}
@@ -549,7 +605,9 @@ class StoreFiles:
         deltas are loaded so too. A delta that names no base (its store was at that mark neither saved nor loaded, or
         the format is older) loads anywhere: apply such deltas in the order in which they were saved. Timestamps, counts
         and the optimizer's step come from the file. The world may have another size than the one that saved. Every row
-        is checked before the first is written; values of other dtypes are rounded to nearest even. A store that follows
+        is checked before the first is written; values of other dtypes are rounded to nearest even. Files that are
+        replaced or deleted meanwhile are read as they were when the load began. A load of no bucket leaves a table that
+        has rows what it was loaded from, and needs no base. A store that follows
         another by deltas and missed one begins anew with a full save and ``clear``: without it, ids that went from the
         other store since would stay, and no later delta names them. In a table with a
         capacity the load is one batch: rows that it does not list make room for it. Each rank loads by itself and waits
@@ -568,9 +626,10 @@ class StoreFiles:
             clear: of a full save: rows of these tables that this load does not list go, when all others are written.
 
         Raises:
-            FormatError, VersionError: not a saved store, or a newer one. CorruptionError: torn, or contradicting
-                itself. MissingKeyError: a table that is not there. ConfigError: other layouts, no checksums where they
-                are to be verified, or ``clear`` with a delta. CapacityError: more rows than a table may hold.
+            FormatError, VersionError: not a saved store, or a newer one. CorruptionError: torn, contradicting itself,
+                replaced while its headers were read; or written over in place, which may be found when rows of both
+                were written. MissingKeyError: a table that is not there. ConfigError: other layouts, no checksums where
+                they are to be verified, or ``clear`` with a delta. CapacityError: more rows than a table may hold.
                 DeltaBaseError: a delta on another base, or for buckets or states that its base was not loaded for.
                 FileNotFoundError.
         """
@@ -592,9 +651,13 @@ class StoreFiles:
         if not 0 <= begin <= end <= total:
             raise ConfigError("not a range of buckets", got=(begin, end), expected=total, where="owned")
         asked = {table: _part(store, saved, table, begin, end, weights_only) for table in names}
+        # Of no bucket nothing comes: rows that are there stay what they were loaded from.
+        named_anew = [table for table in names if clear or asked[table].ranges or not store.size(table)]
         gone = {}
         for table in names:
             _check_table(store, saved, table, begin, end, weights_only=weights_only, where=f"{path}: {table}")
+            if table in named_anew:
+                check_base(store, table, saved.bases.get(table, ()), f"{path}: {table}")
             check_part(store, saved.content, table, asked[table], f"{path}: {table}")
             removed = saved.deleted(table)
             # An id may have gone because it was outside of all buckets.
@@ -605,12 +668,13 @@ class StoreFiles:
             verify_catalog(saved.catalog, path, crc32)
         job = _Load(self._files, store, saved, names, begin, end, chunk_rows, weights_only, clear)
         with ExitStack() as opened:
+            opened.enter_context(saved.held(names))
             waiting, listed = job.read(opened)
             saved.catalog.check_unchanged()
             checked, mark, sizes = time.perf_counter(), store.mark(), {table: store.size(table) for table in names}
             # What an earlier load brought goes with ``clear``.
             parts = asked if clear else {t: part_after(store, saved.content, t, asked[t]) for t in names}
-            for table in names:
+            for table in named_anew:
                 store.fingerprints.set_loaded(table, None)
             # What a delta removes goes first: it may be what makes room.
             deleted = {table: store.delete(table, ids) if ids.numel() else 0 for table, ids in gone.items()}
@@ -618,11 +682,34 @@ class StoreFiles:
             for table in names:
                 counts[table], cleared_count = job.write(table, waiting.get(table), listed.get(table))
                 deleted[table] += cleared_count
+                if not weights_only:
+                    store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
             saved.catalog.check_unchanged()
-            note_load(store, saved.content, counts, mark, {} if clear else sizes, parts, weights_only)
-            for table in names if not weights_only else ():
-                store.set_step_count(table, saved.steps.get(table, store.step_count(table)))
+            known = {table: counts[table] for table in named_anew}
+            note_load(store, saved.content, known, mark, {} if clear else sizes, parts, weights_only)
         return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
+
+
+@contextmanager
+def _named_failures(rank: int) -> Iterator[None]:
+    """What torch's checkpoint wraps, as it was raised.
+
+    Raises this rank's own error, where it is one of this project or of the system; DistributedError, where others
+    failed; else torch's.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        failures = {at: failure for at, (failure, _) in error.failures.items()}
+        # A rank that waited for another may say no more than that.
+        own = {at: failure for at, failure in failures.items() if not isinstance(failure, DistributedError)}
+        first = own or failures
+        if rank not in first:
+            raise_first([first.get(at) for at in range(1 + max(first))])
+        mine = first[rank]
+        if isinstance(mine, TwinproofError | OSError):
+            raise mine from mine.__cause__
+        raise
 
 
 def _part(store: KVStore, saved: SavedRows, table: str, begin: int, end: int, weights_only: bool) -> LoadedPart:
@@ -728,7 +815,6 @@ def _check_table(
 ) -> None:
     found = saved.saved_table(table)
     check_convertible(found.layout, store.layout(table), weights_only=weights_only, where=where)
-    check_base(store, table, saved.bases.get(table, ()), where)
     first, behind = found.rows_of(begin, end)
     check_load_fits(store, table, behind - first)
 

@@ -29,6 +29,7 @@ from twinproof.kvstore.options import (
     HEADER_BYTES,
     RowLayout,
     as_bytes,
+    check_dense,
     check_ids,
     check_int,
     check_matrix,
@@ -216,7 +217,7 @@ class _StoreRows(torch.nn.Module):
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
         # A stand-in for a store may know of no places.
         places: tuple[str, ...] = getattr(self.store, "places", ("cpu",))
-        checked = check_ids(check_tensor(ids, "input").reshape(-1).contiguous(), "input", places)
+        checked = check_ids(check_dense(ids, "input").reshape(-1).contiguous(), "input", places)
         result: torch.Tensor = _Lookup.apply(self._anchor, self, checked)  # type: ignore[no-untyped-call]
         return result
 
@@ -234,6 +235,8 @@ class KVEmbedding(_StoreRows):
     @eagerly
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Weights of ids of any shape, float32 [*shape, D]; a missing id has its initial weight.
+
+        Raises ShapeError for nested and sparse ids.
 
         Backward reduces duplicates in ascending position, applies the optimizer and inserts missing ids.
         Torch refuses it where the ids were written over meanwhile, and a second one without ``retain_graph``.
@@ -311,7 +314,7 @@ class KVEmbeddingBag(_StoreRows):
         checked, and it waits for the answer.
 
         Raises:
-            ShapeError: ids or offsets of another shape, or offsets that do not cut ``input``.
+            ShapeError: ids or offsets of another shape, nested or sparse, or offsets that do not cut ``input``.
         """
         ends = self._ends(input, offsets)
         sums = self._pool(self._lookup(input), ends)
@@ -328,13 +331,13 @@ class KVEmbeddingBag(_StoreRows):
 
     def _ends(self, input: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
         """Where bags begin, and where the last one ends, int64 [bags + 1]."""
-        check_tensor(input, "input")
+        check_dense(input, "input")
         if offsets is None:
             if input.dim() != 2:
                 got, expected = tuple(input.shape), "[bags, ids per bag]"
                 raise ShapeError("ids without offsets", got=got, expected=expected, where="input")
             return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
-        starts = check_ids(check_tensor(offsets, "offsets").contiguous(), "offsets", places_of(input))
+        starts = check_ids(check_dense(offsets, "offsets").contiguous(), "offsets", places_of(input))
         if input.dim() != 1 or (starts.numel() == 0 and input.numel()):
             found = f"{tuple(input.shape)} in {starts.numel()} bags"
             raise ShapeError("ids with offsets", got=found, expected="[n] in at least one bag", where="input")

@@ -52,6 +52,7 @@ __all__ = [
     "StoreStats",
     "as_bytes",
     "check_count",
+    "check_dense",
     "check_ids",
     "check_int",
     "check_matrix",
@@ -295,6 +296,15 @@ def check_tensor(value: Any, where: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise UnsupportedError("not a tensor", got=type(value).__name__, expected="torch.Tensor", where=where)
     return value
+
+
+def check_dense(value: Any, where: str) -> torch.Tensor:
+    """A tensor of plain rows and columns, else ShapeError for a nested or sparse one, UnsupportedError for none."""
+    found = check_tensor(value, where)
+    if found.is_nested or found.layout is not torch.strided:
+        got = "a nested tensor" if found.is_nested else found.layout
+        raise ShapeError("not a dense tensor", got=got, expected="ids as a dense tensor", where=where)
+    return found
 
 
 def check_int(value: Any, where: str, least: int = -(2**63), most: int = 2**63 - 1) -> int:

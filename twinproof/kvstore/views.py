@@ -191,6 +191,14 @@ class LazyRows(torch.Tensor):
         """Refused: there is no memory to hand out."""
         return self.untyped_storage()
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: there is no memory to share, which ``numpy.asarray`` asks for, too."""
+        return self.untyped_storage()
+
+    def tolist(self) -> Any:
+        """Refused: torch reads the memory that there is not."""
+        return self.untyped_storage()
+
     def check_target(self) -> None:
         """Demand that a checkpoint can be loaded into these rows. Raises UnsupportedError."""
         expected = "rows of a store"

@@ -97,19 +97,45 @@ def tables_silently_left_out(original: Any, store: Any, path: Any, **options: An
     return original(store, path, **options)
 
 
-# The reference reads through the safetensors library, whose calls are no moments that the test sees.
-@fault(kills="KV-161", at="twinproof.checkpoint.catalog:Catalog.check_unchanged", of="fastimpl")
+@fault(kills="KV-161", at="twinproof.checkpoint.catalog:Catalog.check_unchanged")
 def replaced_files_read(original: Any, catalog: Any, files: Any = None) -> None:
     """Nobody looks whether the files that are read are still those whose headers were read."""
 
 
-replaced_files_written = patched(
-    "Nobody looks whether the files were replaced while their rows were written.",
-    mutated(
-        "twinproof.kvstore.disk:StoreFiles.load", "saved.catalog.check_unchanged()\n        note_load", "note_load"
-    ),
-    kills="KV-161",
-    of="fastimpl",
+each_reading_of_its_moment = patched(
+    "A load opens its files anew for each reading.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "opened.enter_context(saved.held(names))", "pass"),
+    kills="KV-465",
+)
+held_and_not_read = patched(
+    "Files stay open, and others are read by their paths.",
+    mutated("twinproof.kvstore.disk:SavedRows.held", 'f"/proc/self/fd/{descriptor}"', "file"),
+    kills="KV-465",
+)
+files_written_over = patched(
+    "Nobody looks whether the files were written over while their rows were written.",
+    mutated("twinproof.kvstore.disk:StoreFiles.load", "saved.catalog.check_unchanged()\n        known", "known"),
+    kills="KV-466",
+)
+files_are_descriptors = patched(
+    "An error of a load names the descriptor in place of the file.",
+    mutated("twinproof.kvstore.disk:SavedRows.held", "if path is not None:", "if False:"),
+    kills="KV-466",
+)
+systems_numbers_get_lost = patched(
+    "An error of the system in a held file is told as a torn file.",
+    mutated("twinproof.kvstore.disk:_said_of", "isinstance(error, StorageError)", "False"),
+    kills="KV-472",
+)
+what_went_is_not_missed = patched(
+    "Nobody looks whether files are there before they are held.",
+    mutated("twinproof.kvstore.disk:SavedRows.held", "catalog.check_unchanged(files)", "pass"),
+    kills="KV-472",
+)
+names_of_descriptors_stay = patched(
+    "Behind a load files go by the names of their descriptors.",
+    mutated("twinproof.kvstore.disk:SavedRows.held", "self.catalog = catalog", "pass"),
+    kills="KV-472",
 )
 
 

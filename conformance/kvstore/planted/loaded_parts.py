@@ -104,3 +104,27 @@ rows_of_others_are_named = patched(
     ),
     kills="KV-453",
 )
+
+_LOAD = "twinproof.kvstore.disk:StoreFiles.load"
+
+nothing_is_a_base_beside_others = patched(
+    "A load for no bucket makes the empty table a base beside others.",
+    mutated("twinproof.kvstore.deltas:_held_by_all", "tuple(sorted(held)) or ", "tuple(sorted(held)) + "),
+    kills="KV-464",
+    of="refimpl",
+)
+nothing_has_a_name = patched(
+    "A load for no bucket makes rows those of the save of which nothing was loaded.",
+    mutated(_LOAD, "clear or asked[table].ranges or not store.size(table)", "True"),
+    kills="KV-464",
+)
+empty_tables_have_none = patched(
+    "A load for no bucket gives a table without rows no name.",
+    mutated(_LOAD, " or not store.size(table)", ""),
+    kills="KV-464",
+)
+nothing_needs_a_base = patched(
+    "A delta is refused for no bucket, where rows have another base.",
+    mutated(_LOAD, "if table in named_anew:", "if True:"),
+    kills="KV-471",
+)
