@@ -45,20 +45,28 @@ _open, _write, _close = os.open, os.write, os.close
 _FOLDER = {folder!r}
 _SIGNS = {{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}}
 _PLAIN = (bool, type(None), int, str, list, dict, tuple, set, frozenset, float)
-_process, _known = 0, set()
+_process, _known, _kept = 0, set(), []
 
 
 def note(what):
-    global _process, _known
+    global _process, _known, _kept
     if _process != os.getpid():
-        _process, _known = os.getpid(), set()
-    if what in _known:
+        _process, _known, _kept = os.getpid(), set(), []
+    if what not in _known:
+        _known.add(what)
+        _kept.append(what)
+    if not _kept:
         return
-    _known.add(what)
     # Nothing stays open: a process may be killed, and tests count descriptors.
-    file = _open(f"{{_FOLDER}}/{{_process}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        _write(file, f"{{what}}\\n".encode())
+        file = _open(f"{{_FOLDER}}/{{_process}}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except PermissionError:
+        return  # A test is another user meanwhile: it is written once that is over.
+    try:
+        while _kept:
+            _write(file, f"{{_kept.pop()}}\\n".encode())
+    except IndexError:
+        pass  # Another thread has written it.
     finally:
         _close(file)
 

@@ -125,6 +125,26 @@ def test_what_never_happens_is_named(conditions: Any, tmp_path: Path) -> None:
     assert "never, raise: raise ValueError('no a')" in found
 
 
+def test_what_another_user_may_not_note_is_noted_later(conditions: Any, tmp_path: Path) -> None:
+    scope: dict[str, Any] = {}
+    exec(conditions._NOTED.format(folder=str(tmp_path)), scope)
+    own = scope["_open"]
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    scope["_open"] = refused
+    for what in ("1 True", "2 False"):
+        scope["note"](what)
+    assert list(tmp_path.iterdir()) == []
+    scope["_open"] = own
+    for _ in range(2):
+        # Known by then, and written once.
+        scope["note"]("1 True")
+    (path,) = tmp_path.iterdir()
+    assert sorted(path.read_text(encoding="utf-8").splitlines()) == ["1 True", "2 False"]
+
+
 def test_a_run_that_noted_nothing_is_no_result(conditions: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nothing was noted"):
         _run(conditions, tmp_path, "print('no condition')\n")

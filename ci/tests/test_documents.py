@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -201,6 +202,18 @@ def test_a_line_that_fails_is_seen(tmp_path: Path) -> None:
     for before, after, said in (("42\n", "43\n", "nothing printed '43'"), ("print(40 + 2)", "exit(3)", "status 3")):
         page.write_text(page.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
         assert said in page_commands.run_page(page, tmp_path)[0]
+
+
+def test_no_run_stands_twice(tmp_path: Path) -> None:
+    out = tmp_path / "hour/out"
+    out.mkdir(parents=True)
+    (out / "mine.json").touch()
+    (out / "kvstore.json").write_text(json.dumps({"version": 1, "created": "2026-11-28T23:58:00+00:00"}))
+    page_commands.prepare(tmp_path / "hour", tmp_path)
+    for side in ("before", "after"):
+        runs = [json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "runs" / side).iterdir()]
+        assert len({run["created"] for run in runs}) == 3
+        assert all(run["version"] == 1 for run in runs)
 
 
 def test_the_page_has_the_words_of_capabilities() -> None:

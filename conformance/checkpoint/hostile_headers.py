@@ -103,6 +103,11 @@ _DUPLICATES = (
     _json("field_given_twice", '{"a":{"dtype":"U8","dtype":"U8","shape":[2],"data_offsets":[0,2]}}'),
     _json("metadata_given_twice", '{"__metadata__":{},"__metadata__":{},' + entry() + "}"),
     _json("metadata_key_given_twice", '{"__metadata__":{"k":"1","k":"2"},' + entry() + "}"),
+    in_file(
+        "later_metadata_key_given_twice",
+        pack('{"__metadata__":{"j":"0","k":"1","k":"2"},' + entry() + "}", _DATA),
+        "a key stands twice; got: k;",
+    ),
 )
 
 _METADATA = (

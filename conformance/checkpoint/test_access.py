@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import stat
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from conformance.checkpoint.users import another_group
 from conformance.harness import assert_equal, requirement, succeeds
 
 STATE = {"w": torch.ones(2)}
+# What is made in a folder that has it may be used by another user, too. Source: acl(5), and Linux' posix_acl_xattr.h:
+# version 2, then a tag, what it may do and an id for each of owner, user 1000, group, mask and others.
+_ACL_OF_NEW = "system.posix_acl_default"
+_ENTRIES = ((1, 7, 2**32 - 1), (2, 7, 1000), (4, 5, 2**32 - 1), (16, 7, 2**32 - 1), (32, 5, 2**32 - 1))
+_ACL = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in _ENTRIES)
 
 
 def _save(checkpoint: Any, kind: str, folder: Path) -> None:
@@ -45,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 def _found(path: Path) -> tuple[Any, ...]:
     status = path.stat()
     listed = os.listxattr(path) if hasattr(os, "listxattr") else []
-    names = {name: os.getxattr(path, name) for name in listed if name.startswith("user.")}
+    names = {name: os.getxattr(path, name) for name in listed if name.startswith(("user.", "system.posix_acl_"))}
     return status.st_gid, _mode(path), status.st_uid, names
 
 
@@ -68,7 +74,7 @@ def _assert_kept(checkpoint: Any, kind: str, folder: Path) -> None:
     "and, where the process may give files away, its owner; folders of others in it too, with their times.",
 )
 @pytest.mark.parametrize("kind", ["hf", "native"])
-@pytest.mark.parametrize("what", ["owner", "attributes"])
+@pytest.mark.parametrize("what", ["owner", "attributes", "an ACL above"])
 def test_folders(checkpoint: Any, folder: Path, kind: str, what: str) -> None:
     if what == "owner" and os.geteuid() != 0:
         pytest.skip("an ordinary user may give a folder no other owner")
@@ -78,11 +84,14 @@ def test_folders(checkpoint: Any, folder: Path, kind: str, what: str) -> None:
         if what == "owner":
             os.chown(path, 1000, -1)
             continue
+        at, name, value = (path, "user.note", b"kept") if what == "attributes" else (folder.parent, _ACL_OF_NEW, _ACL)
         try:
-            os.setxattr(path, "user.note", b"kept")
+            os.setxattr(at, name, value)
         except (AttributeError, OSError) as error:
             pytest.skip(f"no extended attributes here: {error}")
     _assert_kept(checkpoint, kind, folder)
+    files = {path.name: _found(path)[-1] for path in folder.iterdir() if path.is_file()}
+    assert_equal(files, {name: {} for name in files}, where="attributes of files of the checkpoint")
 
 
 @requirement(

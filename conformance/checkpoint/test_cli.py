@@ -18,14 +18,16 @@ import torch
 from conformance.checkpoint.cases import assert_folder, random_bits, save, save_ranks
 from conformance.checkpoint.hostile import pack
 from conformance.harness import Rank, assert_equal, requirement, succeeds
+from conformance.provers.search_path import search_path
 
 NEEDS = ("staged_copies",)
 
 
 def _run(impl: Any, *arguments: str) -> tuple[int, dict[str, Any], str]:
     command = [sys.executable, "-m", f"{impl.__name__}.checkpoint", *arguments, "--json"]
-    environment = {"PYTHONPATH": ":".join(path for path in sys.path if path), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    environment = {"PYTHONPATH": search_path(), "PATH": "/usr/bin:/bin"}
+    # In the current folder it would look for packages first.
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 

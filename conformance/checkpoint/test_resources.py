@@ -49,6 +49,7 @@ from conformance.harness import (
     succeeds,
 )
 from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
+from conformance.provers.search_path import search_path
 from twinproof.errors import CorruptionError, TwinproofError
 
 MIB = 1 << 20
@@ -289,9 +290,8 @@ print("saved" if all(torch.equal(target[k], state[k]) for k in state) else "wron
 @requirement("CKPT-082", "Saving and loading MUST work where numpy is not installed.")
 def test_without_numpy(impl: Any, checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", _WITHOUT_NUMPY, impl.__name__, str(tmp_path / "ck")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+    environment = {**os.environ, "PYTHONPATH": search_path()}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert_equal(done.stdout.strip(), "saved", where=done.stderr[-500:])
     # In this process the modules are imported already; what remains is an import that happens while saving.
     monkeypatch.setitem(sys.modules, "numpy", None)

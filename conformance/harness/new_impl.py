@@ -57,7 +57,8 @@ class KVStore(store.KVStore, engine=lambda options: reference.LockedRows(Rows(op
 _CHECKPOINT = '''class Save(reference.GatherAndSave):
     """How bytes get from the tensors of all ranks into files that nobody sees yet."""
 
-    def write(self, job, instruction, folder):
+    def write(self, prepared):
+        # What prepare gave, here the reference's: the job, the instruction, the folder and this rank's chunks.
         raise NotImplementedError("Save.write: this rank's bytes into the files of folder, and their sums")
 
 

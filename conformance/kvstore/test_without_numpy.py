@@ -12,6 +12,7 @@ import pytest
 
 from conformance.harness import assert_equal, requirement, succeeds
 from conformance.kvstore.cases import ids_of, store_of
+from conformance.provers.search_path import search_path
 
 _WITHOUT_NUMPY = """
 import sys
@@ -34,8 +35,8 @@ print(stores[0].evict(policy=kvstore.EvictionPolicy.count(2))["t"].evicted_count
 @requirement("KV-153", "Training, saving, loading and evicting rows MUST work where numpy is not installed.")
 def test_without_numpy(impl: Any, kvstore: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", _WITHOUT_NUMPY, impl.__name__, str(tmp_path / "ck")]
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=paths)
+    paths = {**os.environ, "PYTHONPATH": search_path()}
+    done = subprocess.run(command, capture_output=True, text=True, env=paths, cwd=tmp_path)
     assert_equal(done.stdout.strip(), "6", where=done.stderr[-500:])
     # In this process numpy is imported already; what remains is an import that happens meanwhile.
     monkeypatch.setitem(sys.modules, "numpy", None)

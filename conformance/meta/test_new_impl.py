@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +54,26 @@ def test_a_new_package_is_short_and_fails_for_its_verbs(stem: str, tmp_path: Pat
     assert "failures by their first difference" in output
     assert f"NotImplementedError: {verb}" in output
     assert cli.main(words) == 2, "a second time it is refused"
+
+
+def _parameters(function: Callable[..., object]) -> list[tuple[str, object]]:
+    return [(name, each.kind) for name, each in inspect.signature(function).parameters.items()]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_verbs_take_what_those_of_the_reference_take(stem: str, tmp_path: Path) -> None:
+    assert cli.main(["new-impl", "mine", "--component", stem, "--into", str(tmp_path)]) == 0
+    scope = runpy.run_path(str(tmp_path / "mine" / f"{stem}.py"), run_name="mine")
+    found = {
+        f"{each.__name__}.{name}": (function, getattr(each.__mro__[1], name))
+        for each in scope.values()
+        if isinstance(each, type) and each.__module__ == "mine"
+        for name, function in vars(each).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+    }
+    assert len(found) >= 2
+    for verb, (mine, reference) in found.items():
+        assert _parameters(mine) == _parameters(reference), verb
 
 
 def test_names_that_cannot_be_imported_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,7 +191,7 @@ class LazyRows(torch.Tensor):
         """Refused: there is no memory to hand out."""
         return self.untyped_storage()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, **options: Any) -> Any:
         """Refused: there is no memory to share, which ``numpy.asarray`` asks for, too."""
         return self.untyped_storage()
 

@@ -22,9 +22,15 @@ from conformance.provers.faults.build import build_shim, build_tracer
 from conformance.provers.faults.model import Fault, FaultError, Outcome, Trace
 from conformance.provers.faults.protocol import Answer, ForkedReport, ForkedRun, Via
 from conformance.provers.faults.session import Session
+from conformance.provers.search_path import search_path
 
 __all__ = ["FaultServer", "RankOutcomes", "run_program"]
 
+# As ``-m`` would start it, but with the search path of this process.
+_LAUNCH = (
+    "import os, sys; sys.path[:] = sys.argv[1].split(os.pathsep); "
+    "from conformance.provers.faults import server; server.main(sys.argv[2:])"
+)
 _STARTUP_S = 120.0
 # Beyond the children's own limit and the server's grace after it.
 _ANSWER_GRACE_S = 15.0
@@ -60,9 +66,9 @@ class FaultServer:
         shim = str(build_shim())
         # Threads of a numerical library would not survive the fork.
         environment = {**os.environ, "LD_PRELOAD": _preload(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        environment["PYTHONPATH"] = search_path()
         with theirs:
-            command = [sys.executable, "-m", "conformance.provers.faults.server", str(theirs.fileno()), shim, *preload]
+            command = [sys.executable, "-c", _LAUNCH, search_path(), str(theirs.fileno()), shim, *preload]
             self._process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),))
         self._connection = Connection(ours.detach())
         try:

@@ -190,7 +190,3 @@ def _arm(run: ForkedRun, label: int, shim: ctypes.CDLL) -> None:
     error = shim.twinproof_faults_filter()
     if error:
         raise OSError(error, os.strerror(error), "seccomp")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -7,12 +7,13 @@ known state. Workers are forked from a server that has imported torch once.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from conformance.harness.requirements import STEMS
 from conformance.provers.ranks import worker as rank_process
 from conformance.provers.ranks.errors import RankDied, RankError, RankTimeout, error_of, prefixed
 from conformance.provers.ranks.worker import TIMEOUT_MARK, Job, Rank, Report
+from conformance.provers.search_path import search_path
 
 __all__ = ["Rank", "RankDied", "RankError", "RankPool", "RankTimeout"]
 
@@ -47,8 +49,6 @@ class _Worker:
 
     def __init__(self, rank: int, world_size: int, folder: Path, implementation: str, device: str) -> None:
         context = get_context("forkserver")
-        # Without effect once a server runs; workers import what it lacks.
-        context.set_forkserver_preload([*_PRELOADED, rank_process.__name__, *_components(implementation)])
         self.rank = rank
         self.log_path = folder / f"rank{rank}.log"
         self.log_path.touch()
@@ -99,12 +99,32 @@ def _components(implementation: str) -> list[str]:
     return [f"{implementation}.{stem}" for stem in STEMS] if implementation in _OURS else []
 
 
+def _start_server(implementation: str, empty: Path) -> None:
+    """Start the server that workers are forked from, if none runs. ``empty`` has no packages."""
+    # Without effect once a server runs; workers import what it lacks.
+    get_context("forkserver").set_forkserver_preload([*_PRELOADED, rank_process.__name__, *_components(implementation)])
+    before, here = os.environ.get("PYTHONPATH"), os.open(".", os.O_RDONLY)
+    os.environ["PYTHONPATH"] = search_path()
+    try:
+        # Before Python 3.13 it looks into the folder that it begins in first of all. Workers come back from there.
+        os.chdir(empty)
+        forkserver.ensure_running()
+    finally:
+        os.fchdir(here)
+        os.close(here)
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
 class _Crew:
     """The workers of one world size."""
 
     def __init__(self, world_size: int, implementation: str, device: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="twinproof-ranks-")
         folder = Path(self._folder.name)
+        _start_server(implementation, folder)
         self._workers = [_Worker(rank, world_size, folder, implementation, device) for rank in range(world_size)]
         try:
             self._answers(_STARTUP_S)
