@@ -191,9 +191,9 @@ class LazyRows(torch.Tensor):
         """Refused: there is no memory to hand out."""
         return self.untyped_storage()
 
-    def numpy(self, **options: Any) -> Any:
-        """Refused: there is no memory to share, which ``numpy.asarray`` asks for, too."""
-        return self.untyped_storage()
+    def numpy(self, *, force: bool = False) -> Any:
+        """With ``force`` all rows of this rank, read now. Else refused: there is no memory to share."""
+        return self.full_tensor().numpy() if force else self.untyped_storage()
 
     def tolist(self) -> Any:
         """Refused: torch reads the memory that there is not."""
