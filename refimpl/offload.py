@@ -13,9 +13,9 @@ import torch
 from refimpl.optimizers import adam_step
 from twinproof.engine import Engine, engine_for
 from twinproof.offload import offloader
-from twinproof.offload.driver import MovePlan, OffloadStats, Update, Wanted, narrowed, prepare_states, updates_of
+from twinproof.offload.driver import Arithmetic, MovePlan, OffloadStats, Update, Wanted, prepare_states, updates_of
 from twinproof.offload.offloader import Residency
-from twinproof.offload.states import Bundle, MasterWeights, Place, beside, bindings, local_of, rebind, view_of
+from twinproof.offload.states import Bundle, MasterWeights, Place, beside, bindings, local_of, narrowed, rebind, view_of
 
 # What the suite may ask beyond the contract.
 CAPABILITIES: frozenset[str] = frozenset()
@@ -106,7 +106,7 @@ class Blocking:
         """None: every copy was waited for."""
         return 0
 
-    def step(self, arithmetic: Callable[[], None], step_whole: Callable[[Callable[[], None]], None]) -> bool:
+    def step(self, arithmetic: Arithmetic, step_whole: Callable[[Arithmetic], None]) -> bool:
         """All of it at once; on the host, parameter by parameter."""
         if self.plan.options.step_device == "device":
             step_whole(arithmetic)
@@ -117,7 +117,7 @@ class Blocking:
             self._update_on_host(update)
         return False
 
-    def _step_the_rest(self, arithmetic: Callable[[], None]) -> None:
+    def _step_the_rest(self, arithmetic: Arithmetic) -> None:
         """What was not selected is stepped where it is."""
         optimizer, masters = self.plan.optimizer, self.plan.masters
         rest = {p for group in optimizer.param_groups for p in group["params"]} - {b.param for b in self.plan.bundles}
@@ -126,8 +126,7 @@ class Blocking:
         own = [param for param in rest if self.plan.is_master(param)]
         if masters is not None:
             masters.begin(own)
-        with narrowed(optimizer, rest):
-            arithmetic()
+        arithmetic(self.plan.part(narrowed(optimizer.param_groups, rest)))
         if masters is not None:
             masters.end(own)
 

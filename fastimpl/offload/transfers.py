@@ -20,7 +20,7 @@ from fastimpl.offload.positions import GroupPositions
 from fastimpl.offload.slot_step import SlotUpdates
 from fastimpl.streams import Engine, engine_for, placement_of
 from twinproof.engine import weakly
-from twinproof.offload.driver import MovePlan, Wanted
+from twinproof.offload.driver import Arithmetic, MovePlan, Wanted
 from twinproof.offload.states import MASTER, Bundle, bindings, holder_of, rebind, version_of, view_of
 
 __all__ = ["StreamedTransfers"]
@@ -80,7 +80,7 @@ class StreamedTransfers:
 
     # The step.
 
-    def step(self, arithmetic: Callable[[], None], step_whole: Callable[[Callable[[], None]], None]) -> bool:
+    def step(self, arithmetic: Arithmetic, step_whole: Callable[[Arithmetic], None]) -> bool:
         """Chunk by chunk; what was not selected is stepped while the first chunks arrive."""
         self._positions.refresh(self.plan.optimizer.param_groups, [chunk.layout.params for chunk in self._chunks])
         resident = self._positions.resident
@@ -109,7 +109,7 @@ class StreamedTransfers:
         self._host_step.release()
         self._chunks, self._hosts = [], set()
 
-    def _update(self, params: Collection[torch.Tensor], arithmetic: Callable[[], None]) -> None:
+    def _update(self, params: Collection[torch.Tensor], arithmetic: Arithmetic) -> None:
         """The optimizer's arithmetic on some whole parameters, whose groups keep every option of the full groups.
 
         One kernel may do it for a chunk, which is in its slot.
@@ -123,18 +123,15 @@ class StreamedTransfers:
         places = self._positions.places(params)
         is_resident = params is self._positions.resident
         if is_resident or not self._slot_updates.run(places):
-            try:
-                self.plan.optimizer.param_groups = [
-                    {**groups[number], "params": [groups[number]["params"][i] for i in positions]}
-                    for number, positions in places
-                ]
-                arithmetic()
-            finally:
-                self.plan.optimizer.param_groups = groups
+            some = [
+                {**groups[number], "params": [groups[number]["params"][i] for i in positions]}
+                for number, positions in places
+            ]
+            arithmetic(self.plan.part(some))
         if self.plan.masters is not None:
             self.plan.masters.end(masters)
 
-    def _update_chunk(self, number: int, chunk: Chunk, arithmetic: Callable[[], None]) -> None:
+    def _update_chunk(self, number: int, chunk: Chunk, arithmetic: Arithmetic) -> None:
         engine, slot = self.engine, self._slots[number % len(self._slots)]
         compute = engine.current()
         engine.wait(compute, chunk.arrived)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,10 +39,12 @@ from twinproof.offload.states import (
     mesh_of,
     put_in_order,
     select,
+    standing_for,
 )
 from twinproof.optimizers import AdamHyper
 
 __all__ = [
+    "Arithmetic",
     "MovePlan",
     "OffloadOptions",
     "OffloadStats",
@@ -61,7 +62,6 @@ __all__ = [
     "has_step_of_others",
     "known_kind",
     "load_states",
-    "narrowed",
     "place_scalars",
     "prepare_states",
     "unwrapped",
@@ -85,6 +85,9 @@ _HELD_AS = ("optimizer", "optim", "_optimizer")  # Where a wrapper has the optim
 _SEVERAL_AS = ("chained_optimizers", "optimizers", "_optims")  # Of Megatron, torchtitan, torchrec.
 # Where Megatron's wrappers keep the float32 masters that their inner optimizer steps.
 _MASTER_GROUPS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+
+
+Arithmetic = Callable[..., None]  # The optimizer's own step; of some parameters, with what stands for it.
 
 
 def arithmetic_of(kind: type[Optimizer]) -> Callable[..., Any]:
@@ -222,7 +225,8 @@ class StepDriver:
     Args:
         optimizer: one of torch's, or one that derives from torch's ``Optimizer``.
         owner: the offloader, for messages, and its masters, which a closure makes gradients for.
-        run: called once for each logical step with the optimizer's arithmetic, a function without arguments.
+        run: called once for each logical step with the optimizer's arithmetic, a function without arguments, or of what
+            stands for the optimizer, see ``MovePlan.part``.
         around: called before and after a step that is not ours, as pre and post hooks are.
 
     A closure of one of torch's optimizers is evaluated before the step begins, once. An optimizer of another kind gets
@@ -238,7 +242,7 @@ class StepDriver:
         self,
         optimizer: Optimizer,
         owner: Any,
-        run: Callable[[Callable[[], None]], None],
+        run: Callable[[Arithmetic], None],
         around: tuple[Callable[..., Any], Callable[..., None]],
     ) -> None:
         self.optimizer, self.run, self._masters = optimizer, weakly(run), owner.masters
@@ -272,7 +276,7 @@ class StepDriver:
             results: list[Any] = []
             if self._masters is not None:
                 arguments, options = self._masters.with_closure(arguments, options) or (arguments, options)
-            self.run(lambda: results.append(self._arithmetic(optimizer, *arguments, **options)))
+            self.run(lambda some=optimizer: results.append(self._arithmetic(some, *arguments, **options)))
             return results[0]
 
         hooked: Any = Optimizer.profile_hook_step(step)
@@ -309,7 +313,7 @@ class StepDriver:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.run(lambda: self._arithmetic(self.optimizer))
+        self.run(lambda some=None: self._arithmetic(self.optimizer if some is None else some))
         return loss
 
     def detach(self, then: Callable[[], None]) -> None:
@@ -512,18 +516,6 @@ def prepare_states(optimizer: Optimizer, update: Update, home: Callable[[str], t
     optimizer.state[param] = state
 
 
-@contextmanager
-def narrowed(optimizer: Optimizer, params: set[torch.Tensor]) -> Iterator[None]:
-    """The optimizer has these parameters only; the others and their groups come back."""
-    groups = optimizer.param_groups
-    some = [{**group, "params": [param for param in group["params"] if param in params]} for group in groups]
-    try:
-        optimizer.param_groups = [group for group in some if group["params"]]
-        yield
-    finally:
-        optimizer.param_groups = groups
-
-
 Wanted = Callable[[Bundle, str], bool]
 
 
@@ -614,7 +606,7 @@ class Transfers(Protocol):
     def fetch(self) -> None:
         """Begin the copies that the next step starts with. Changes no value and no binding."""
 
-    def step(self, arithmetic: Callable[[], None], step_whole: Callable[[Callable[[], None]], None]) -> bool:
+    def step(self, arithmetic: Arithmetic, step_whole: Callable[[Arithmetic], None]) -> bool:
         """One logical step: everything that was selected is on the device while ``arithmetic`` runs on it.
 
         ``step_whole`` does that with everything at once. Returns whether states remain on the device that the plan has
@@ -745,6 +737,10 @@ class MovePlan:
         for bundle in self.bundles:
             for name, tensor in bindings(self.optimizer, bundle):
                 yield bundle, name, tensor
+
+    def part(self, groups: Sequence[dict[str, Any]]) -> Any:
+        """What the arithmetic steps where it is to step these groups only: see ``standing_for``."""
+        return standing_for(self.optimizer, known_kind(type(self.optimizer)) or Optimizer, groups)
 
     def host_empty(self, size_bytes: int) -> torch.Tensor:
         """Host memory as the options want it, uint8."""

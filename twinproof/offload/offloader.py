@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from twinproof.engine import Engine, Weak, check_engine
 from twinproof.errors import ConfigError, OffloadConflictError, UnsupportedError, check_flags, check_kind
 from twinproof.offload.driver import (
+    Arithmetic,
     MovePlan,
     OffloadOptions,
     OffloadStats,
@@ -202,7 +203,7 @@ class OptimizerStateOffloader:
         if master_weights is not None:
             # Of an offloader that was closed before, or of the user: all gradients at once in float32.
             master_weights.detach()
-            master_weights.drive(master_weights.pairs)
+            master_weights.drive(master_weights.pairs, held._bring_all)
 
     def _without_keeps(self: _Self) -> _Self:
         """This offloader, of one state with it, as the optimizer holds it: without what keeps the optimizer."""
@@ -533,7 +534,7 @@ class OptimizerStateOffloader:
             self.offload()
         self.plan.counts.step_count += 1
 
-    def _run(self, arithmetic: Callable[[], None]) -> None:
+    def _run(self, arithmetic: Arithmetic) -> None:
         self._begin()
         self._check_step()
         # A step on the CPU has its states there when it begins, those of a parameter that comes back among them.
@@ -550,7 +551,7 @@ class OptimizerStateOffloader:
         # What was refused, or raised, is no step.
         self.plan.counts.step_count += 1
 
-    def _step(self, arithmetic: Callable[[], None]) -> None:
+    def _step(self, arithmetic: Arithmetic) -> None:
         # A step on the CPU is always one: of Adam, with states that leave at once.
         if self.is_separable and self.options.release == "at_offload":
             with nullcontext() if self.masters is None else self.masters.noted_together(is_step=True):
@@ -560,7 +561,7 @@ class OptimizerStateOffloader:
         else:
             self._step_whole(arithmetic)
 
-    def _step_whole(self, arithmetic: Callable[[], None]) -> None:
+    def _step_whole(self, arithmetic: Arithmetic) -> None:
         """One logical step with everything that was selected on the device, and home again unless on request."""
         self._bring_all()
         try:

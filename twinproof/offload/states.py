@@ -12,7 +12,8 @@ import functools
 import importlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,8 +43,10 @@ __all__ = [
     "made_as",
     "make_bundle",
     "mesh_of",
+    "narrowed",
     "rebind",
     "select",
+    "standing_for",
     "strays",
     "view_of",
 ]
@@ -271,6 +274,38 @@ def rebind(optimizer: Optimizer, bundle: Bundle, name: str, memory: torch.Tensor
         optimizer.state[bundle.param][name] = memory
 
 
+_GROUPS_AND_STATES = ("param_groups", "state", "defaults")
+
+
+@functools.cache
+def _class_that_stands_for(kind: Any) -> Any:
+    # Slots come before what the two objects share.
+    return type(kind)(kind.__name__, (kind,), {"__slots__": _GROUPS_AND_STATES, "__module__": __name__})
+
+
+def standing_for(optimizer: Optimizer, kind: Any, groups: Sequence[dict[str, Any]]) -> Any:
+    """What the arithmetic of an optimizer steps in its place: it has these groups, and the optimizer keeps its own.
+
+    Prevents that a handler of a signal writes a learning rate to groups that are thrown away, and that a thread finds
+    fewer. States and all other attributes are the optimizer's, to be read and to be written.
+
+    Args:
+        optimizer: whose states are stepped.
+        kind: torch's class, whose arithmetic it is: what a derived one does with what is made of it is not done.
+        groups: with every option, like the optimizer's.
+    """
+    found = object.__new__(_class_that_stands_for(kind))
+    found.__dict__ = vars(optimizer)
+    found.param_groups, found.state, found.defaults = list(groups), optimizer.state, optimizer.defaults
+    return found
+
+
+def narrowed(groups: Sequence[dict[str, Any]], params: set[torch.Tensor]) -> list[dict[str, Any]]:
+    """Copies of the groups that have some of these parameters, with no others."""
+    some = [{**group, "params": [param for param in group["params"] if param in params]} for group in groups]
+    return [group for group in some if group["params"]]
+
+
 def place_in_order(optimizer: Optimizer, known_count: int) -> None:
     """Have states that came behind the first ``known_count`` stand in the order of their parameters, as behind torch.
 
@@ -452,7 +487,13 @@ def _take_grad(master: Any, value: Any) -> None:
     elif _has_own(master, param):
         set_own_grad(master, value)
     else:
-        param.grad = value.to(param.dtype) if isinstance(value, torch.Tensor) else value
+        param.grad = _for_the_model(value, master, param) if isinstance(value, torch.Tensor) else value
+
+
+def _for_the_model(grad: torch.Tensor, master: Any, param: torch.Tensor) -> torch.Tensor:
+    # What is made like a master lies where it does, in host memory between steps; of any other place torch judges.
+    is_like_master = local_of(grad).device == local_of(master).device
+    return grad.to(param.device if is_like_master else grad.device, param.dtype)
 
 
 def own_grad(master: Any) -> torch.Tensor | None:
@@ -481,7 +522,8 @@ class MasterWeights:
     Args:
         params: floating-point parameters; DTensors keep their placement.
 
-    A copy or a pickle has the copied parameters, and is attached to nothing.
+    A copy or a pickle has the copied parameters, and is attached to nothing. Like one of an offloaded optimizer it is
+    made on the device: everything comes there for it, until the next step or ``offload()``.
 
     Raises:
         ConfigError: a parameter that is not floating-point, one that is there twice, or one made in inference mode.
@@ -493,6 +535,8 @@ class MasterWeights:
         # How often each was written by then: hooks between may free its gradient.
         self._begun: dict[torch.Tensor, tuple[int, int]] = {}
         self._handles: list[Any] = []
+        # Who has them in host memory, and brings them to the device.
+        self._bring: Any = None
         # Those whose parameters lie in one piece of memory.
         self._kin: dict[torch.Tensor, list[torch.Tensor]] = {}
         # Written, and not noted yet: see ``noted_together``.
@@ -521,12 +565,17 @@ class MasterWeights:
         self._kin = {master: some for some in homes.values() if len(some) > 1 for master in some}
 
     def __getstate__(self) -> dict[str, Any]:
+        # Copies lie where their parameters do. Whoever moves these is told; it may be gone.
+        bring = None if self._bring is None else self._bring()
+        if bring is not None:
+            bring()
         # Hooks, versions and gradients on their way are those of these tensors alone.
         stale = [master for master, param in self.pairs.items() if version_of(param) != self._versions[master]]
         return {"pairs": self.pairs, "kin": self._kin, "stale": stale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pairs, self._kin, self._handles = state["pairs"], state["kin"], []
+        self._bring = None
         self._begun, self._waiting = {}, None
         self._versions = {master: version_of(param) for master, param in self.pairs.items()}
         self._versions.update(dict.fromkeys(state["stale"], _NEVER))
@@ -561,8 +610,12 @@ class MasterWeights:
             optimizer.register_step_post_hook(lambda stepped, *_: self.end(self._stepped_by(stepped))),
         ]
 
-    def drive(self, masters: Iterable[torch.Tensor]) -> None:
-        """From now on the steps of somebody give these masters their gradients."""
+    def drive(self, masters: Iterable[torch.Tensor], bring: Callable[[], None] | None = None) -> None:
+        """From now on the steps of somebody give these masters their gradients.
+
+        ``bring``: a method that has all of them on the device, of who moves them; its object is not kept.
+        """
+        self._bring = None if bring is None else weakref.WeakMethod(bring)
         for master in masters:
             if isinstance(master, _Master):
                 master.is_driven = True

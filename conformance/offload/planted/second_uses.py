@@ -58,6 +58,6 @@ def offload_promises_of_a_library(original: Any, module: Any) -> str:
 
 rest_of_a_step_is_everything = patched(
     "What is not stepped on the CPU is stepped by torch together with what is.",
-    mutated("twinproof.offload.driver:narrowed", "if param in params]", "if True]"),
+    mutated("twinproof.offload.states:narrowed", "if param in params]", "if True]"),
     kills="OPT-494",
 )

@@ -89,12 +89,12 @@ def closure_for_each_chunk(original: Any, driver: Any) -> Any:
     def step(closure: Any = None) -> Any:
         value = [None]
 
-        def each(*_: Any) -> None:
+        def each(some: Any = optimizer) -> None:
             if closure is not None:
                 value[0] = closure()
-            arithmetic(optimizer)
+            arithmetic(some)
 
-        driver.run(lambda: each())
+        driver.run(each)
         return value[0]
 
     step.__func__ = made.__func__  # type: ignore[attr-defined]

@@ -1,0 +1,37 @@
+"""Faults that ``test_master_places`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+_STATES = "twinproof.offload.states"
+
+gradients_left_beside_masters = patched(
+    "A gradient that is made like a master stays in host memory.",
+    mutated(f"{_STATES}:_for_the_model", "param.device if is_like_master else grad.device", "grad.device"),
+    kills="OPT-583",
+)
+
+gradients_brought_from_anywhere = patched(
+    "A gradient of any place is brought to the model's.",
+    mutated(f"{_STATES}:_for_the_model", "param.device if is_like_master else grad.device", "param.device"),
+    kills="OPT-583",
+)
+
+masters_copied_where_they_lie = patched(
+    "A copy of masters is made in host memory.",
+    mutated(f"{_STATES}:MasterWeights.__getstate__", "if bring is not None:", "if False:"),
+    kills="OPT-584",
+)
+
+cast_models_refused = patched(
+    "A parameter that is no half any more is refused.",
+    mutated(f"{_STATES}:MasterWeights.check", "if master.dtype is not torch.float32:", "if param.dtype.itemsize > 2:"),
+    kills="OPT-585",
+)
+
+cast_models_rounded_as_before = patched(
+    "A parameter that was cast gets its master as the dtype of before has it.",
+    mutated(f"{_STATES}:MasterWeights.end", "param.copy_(master)", "param.copy_(master.bfloat16())"),
+    kills="OPT-585",
+)
