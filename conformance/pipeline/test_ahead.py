@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import place_of, random_jagged
@@ -245,6 +246,94 @@ def test_hooks_that_change(pipeline: Any, name: str, hooked: str) -> None:
     handle.remove()
     for step in (2, 3):
         assert_bits(schedule.progress(loader), loop.step(batches[step]), f"{name} step {step}")
+
+
+def _only(module: Any, change: Callable[[Any], Any]) -> Any:
+    """A hook of all modules that changes what one of them is called with, or gives."""
+    return lambda each, given, *found: change(*found or given) if each is module else None
+
+
+# Hooks of all modules of the process, and the module whose arguments they change; None where they only look.
+EVERYWHERE: dict[str, tuple[Any, str | None]] = {
+    "a table's arguments": (
+        lambda m: register_module_forward_pre_hook(_only(m.model.collections[0], _flipped)), "collections.0",
+    ),
+    "a module's arguments": (lambda m: register_module_forward_pre_hook(_only(m.shifted, _flipped)), "shifted"),
+    "a module's result": (lambda m: register_module_forward_hook(_only(m.shifted, _flipped)), "collections.0"),
+    "nothing": (lambda m: register_module_forward_pre_hook(lambda *_: None), None),
+    "no result": (lambda m: register_module_forward_hook(lambda *_: None), None),
+}  # fmt: skip
+
+
+def _assert_hooked(
+    pipeline: Any, name: str, register: Any, mentioned: str | None, wrap: Callable[[Any], Any] = lambda model: model
+) -> None:
+    """A step with a hook is refused by a module's name, or is the loop's; the one behind it is."""
+    job, loop = (Job(pipeline, 4, kinds=("table_wise", "row_wise")) for _ in range(2))
+    for each in (job, loop):
+        each.model = wrap(Between(each.model, Shifted(pipeline)))
+    schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(4))
+    batches = loop.batches(4)
+    assert_bits(schedule.progress(loader), loop.step(batches[0]), f"{name} step 0")
+    handle = register(job.model)
+    try:
+        if mentioned is None:
+            with succeeds("a step", where=f"{name}, hooks that look"):
+                output = schedule.progress(loader)
+            assert_bits(output, loop.step(batches[1]), f"{name}, hooks that look")
+        else:
+            with raises(PipelineError, mentions=("hook", mentioned), where=name):
+                schedule.progress(loader)
+            assert_same_state(job, loop, f"{name} behind a step that was refused")
+    finally:
+        handle.remove()
+    assert_bits(schedule.progress(loader), loop.step(batches[2]), f"{name} without the hook")
+
+
+@requirement(
+    "PIPE-753",
+    "So MUST a hook that torch calls for every module of the process, where it changes that; where it only looks, "
+    "steps are the loop's.",
+)
+@pytest.mark.parametrize("hooked", EVERYWHERE)
+@pytest.mark.parametrize("name", TRAINING[1:])
+def test_hooks_of_all_modules(pipeline: Any, name: str, hooked: str) -> None:
+    _assert_hooked(pipeline, name, *EVERYWHERE[hooked])
+
+
+class DistributedModelParallel(Holding):
+    """A wrapper, known by torchrec's name of it."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What is inside."""
+        return self.inner
+
+
+# Of three wrappers around each other.
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "the outermost": lambda model: model,
+    "the middle one": lambda model: model.inner,
+    "the innermost": lambda model: model.inner.inner,
+}
+
+
+@requirement(
+    "PIPE-754",
+    "So MUST a hook of any wrapper around the model, the outermost and those inside of it.",
+)
+@pytest.mark.parametrize("hooked", WRAPPERS)
+@pytest.mark.parametrize("name", [FUSED, "TrainPipelineSparseDist"])
+def test_hooks_of_wrappers(pipeline: Any, name: str, hooked: str) -> None:
+    def wrapped(model: torch.nn.Module) -> torch.nn.Module:
+        for _ in WRAPPERS:
+            model = DistributedModelParallel(model)
+        return model
+
+    def register(model: Any) -> Any:
+        return WRAPPERS[hooked](model).register_forward_pre_hook(lambda _, given: (_shifted_batch(*given),))
+
+    _assert_hooked(pipeline, name, register, "shifted", wrapped)
 
 
 # What a hook gives a module instead of its batch, by the part that differs.

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -339,3 +340,52 @@ def test_buffers_of_inference_mode(pipeline: Any, name: str) -> None:
             schedule.progress(loader)
             found = float(model.steps), float(model.running)
             assert_equal(found, (float(step), step + 1.0), where=f"step {step} in inference mode")
+
+
+class _Collecting(torch.nn.Module):
+    """The model in another, which collects what it computes in collections of its own, and in those of a user."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.last, self.counts = model, deque[Any](maxlen=2), Counter[str]()
+        self.history, self.stats = list[Any](), {"steps": 0, "inside": [list[Any]()]}
+        self.modes: set[bool] = set()
+
+    def forward(self, batch: Any) -> Any:
+        """As the model."""
+        losses, predictions = self.model(batch)
+        self.history.append(predictions)
+        self.last.append(predictions)
+        self.stats["steps"] += 1  # type: ignore[operator]
+        self.stats["inside"][0].append(predictions)  # type: ignore[index]
+        self.counts["steps"] += 1
+        self.modes.add(self.training)
+        return losses, predictions
+
+
+@requirement(
+    "PIPE-755",
+    "What a forward adds to lists, dictionaries, sets and deques that its modules name, or to those inside of them, "
+    "MUST be added once a step, and nothing by a pipeline's traces: no value of a trace is left there.",
+)
+@pytest.mark.parametrize("name", [*TRAINING, *EVALUATION])
+def test_traces_collect_nothing(pipeline: Any, name: str) -> None:
+    job = Job(pipeline, 27)
+    model = _Collecting(job.model)
+    job.model = cast("Any", model)
+    history = model.history
+    model.counts["before"] = 2
+    schedule, loader = job.schedule(name), iter(job.batches(9))
+    found = [len(model.history), len(model.last), model.stats["steps"], dict(model.counts), set(model.modes)]
+    assert_equal(found, [0, 0, 0, {"before": 2}, set()], where="behind a trace")
+    for step in range(1, 7):
+        # Each mode is traced, at its first step.
+        model.train(step < 4)
+        with succeeds("a step", where=f"step {step}"):
+            schedule.progress(loader)
+        inside: Any = model.stats["inside"]
+        counts = [len(model.history), len(inside[0]), model.stats["steps"], dict(model.counts), len(model.last)]
+        assert_equal(counts, [step, step, step, {"before": 2, "steps": step}, min(step, 2)], where=f"step {step}")
+        kinds = {isinstance(each, torch.Tensor) for each in (*model.history, *model.last, *inside[0])}
+        assert_equal((kinds, model.history is history), ({True}, True), where=f"step {step}: what was collected")
+        assert_equal(model.modes, {True} if step < 4 else {True, False}, where=f"step {step}: modes")

@@ -17,6 +17,7 @@ from fastimpl.pipeline.input_dist import fuse_input_dists
 from twinproof.engine import Engine, check_engine, engine_for
 from twinproof.pipeline.driver import Pipeline
 from twinproof.pipeline.stages import BatchContext, Call, Options, looked_up, move_batch
+from twinproof.pipeline.tracing import Known, version_of
 
 __all__ = ["StreamedBatch", "StreamedStages", "tensors_in", "versions_of"]
 
@@ -72,15 +73,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
-def versions_of(module: Any) -> tuple[tuple[int, Any], ...]:
-    """Which tensors a lookup of the module reads, and how often each was written."""
+def versions_of(module: Any) -> tuple[tuple[Known, Any], ...]:
+    """Which tensors a lookup of the module reads, and how often each was written. It holds none of them."""
     if hasattr(module, "local_weights"):
         # Ours: what its own listing adds to these are parameters of the same memory, with the versions of the weights.
         tensors = [*module.local_weights(), *_held_tensors(module)]
     else:
         tensors = [*module.buffers(), *module.parameters()]
-    # What was made in inference mode has no versions: it counts as written at every look.
-    return tuple((id(tensor), object() if tensor.is_inference() else tensor._version) for tensor in tensors)
+    return tuple(map(version_of, tensors))
 
 
 def _held_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

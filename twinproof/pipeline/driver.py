@@ -41,6 +41,7 @@ from twinproof.pipeline.stages import (
     check_overrides,
     check_placement,
     cut_off,
+    outdated,
     without_graph,
 )
 from twinproof.pipeline.torchrec_models import QueueView, TorchrecModels
@@ -240,6 +241,8 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
             # What was sent, and perhaps looked up, is of another mode, or of the forward that a module had.
             self.detach()
             self._drive()
+        for in_flight in outdated(self._queue, self.agree):
+            self._recall(in_flight)
         self._check_reducers()
         self._take_loader(dataloader_iter)
         if self._deferred:
@@ -453,10 +456,11 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
         in_flight.was_sent = True
         postprocs = {name: module for call in self.calls for name, module in call.postprocs.items()}
         values = FromBatch(self.extract_model_input_from_batch(in_flight.batch), postprocs)
-        for call in self.calls:
-            positional, named = in_flight.asked[call.name] = call.arguments(values)
-            in_flight.contexts[call.name] = call.module.create_context()
-            in_flight.dists[call.name] = call.module.input_dist(in_flight.contexts[call.name], *positional, **named)
+        with in_flight.reading(postprocs.values()):
+            for call in self.calls:
+                positional, named = in_flight.asked[call.name] = call.arguments(values)
+                in_flight.contexts[call.name] = call.module.create_context()
+                in_flight.dists[call.name] = call.module.input_dist(in_flight.contexts[call.name], *positional, **named)
         in_flight.prepared |= values.results
         in_flight.asked |= values.asked
 

@@ -30,7 +30,16 @@ from twinproof.pipeline.batches import JaggedTensor, KeyedJaggedTensor, KeyedTen
 from twinproof.pipeline.config import untraceable
 from twinproof.pipeline.jagged import with_items, with_tensors
 from twinproof.pipeline.sharding import Awaitable
-from twinproof.pipeline.tracing import IN_PLACE, Tracer, alone, assigned, is_sharded
+from twinproof.pipeline.tracing import (
+    IN_PLACE,
+    Tracer,
+    alone,
+    assigned,
+    collections_in,
+    is_sharded,
+    read_by,
+    restore,
+)
 
 __all__ = [
     "LOOKUP_STREAMS",
@@ -52,6 +61,7 @@ __all__ = [
     "is_dtensor",
     "looked_up",
     "move_batch",
+    "outdated",
     "refuse",
     "unwrapped",
     "without_graph",
@@ -63,11 +73,17 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _INSIDE = {"DistributedDataParallel": "module", "DistributedModelParallel": "module", "OptimizedModule": "_orig_mod"}
 
 
-def unwrapped(model: Any) -> Any:
-    """The model inside of wrappers, data-parallel or of ``torch.compile``: they call it, and add nothing to trace."""
+def _layers(model: Any) -> Iterator[Any]:
+    """A model, and what is inside of each wrapper, data-parallel or of ``torch.compile``."""
+    yield model
     while name := next((_INSIDE[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INSIDE), ""):
         model = getattr(model, name)
-    return model
+        yield model
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside of wrappers: they call it, and add nothing to trace."""
+    return list(_layers(model))[-1]
 
 
 class Call:
@@ -253,9 +269,11 @@ def _formula_of(node: torch.fx.Node) -> tuple[Any, ...]:
 def _left_as_they_were(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Take back what a forward assigns in a trace, or writes in buffers, where nothing has been computed.
 
-    Attributes that torch adds for constants, too: each trace would leave some.
+    Attributes that torch adds for constants, too: each trace would leave some. So are lists, dictionaries, sets and
+    deques that attributes name, and those inside of them: a trace would leave values of its own there.
     """
     before = [(module, [dict(each) for each in _named_things(module)]) for module in modules]
+    collected = collections_in([vars(module) for module in modules])
     held = [buffer for module in modules for buffer in module.buffers(recurse=False)]
     with torch.no_grad():
         written = [(buffer, _version_of(buffer), buffer.clone()) for buffer in held]
@@ -267,6 +285,8 @@ def _left_as_they_were(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
                 for name in now.keys() - then.keys():
                     del now[name]
                 now.update(then)
+        for collection, parts in collected:
+            restore(collection, parts)
         for buffer, version, value in written:
             if version is None or buffer._version != version:
                 # What was made in inference mode is written there alone, and other tensors are counted outside.
@@ -379,9 +399,13 @@ class Traces:
         self._seen = self._modes(), self._modes_ahead()
 
     def has_hooks(self) -> bool:
-        """Whether somebody hooked a module on the way, who may change what is called with what."""
+        """Whether somebody hooked a module on the way, or all modules, who may change what is called with what."""
+        everywhere: Any = torch.nn.modules.module
+        if everywhere._global_forward_pre_hooks or everywhere._global_forward_hooks:
+            return True
         on_the_way = {module for call in self.calls for module in (call.module, *call.postprocs.values())}
-        return any(each._forward_pre_hooks or each._forward_hooks for each in (*self._open, self._model, *on_the_way))
+        modules = (*self._open, *_layers(self._model), *on_the_way)
+        return any(each._forward_pre_hooks or each._forward_hooks for each in modules)
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._open)
@@ -889,6 +913,7 @@ class BatchContext:
         contexts, dists, inputs, results: by module name, as far as they have come.
         asked: what the arguments of each module were that runs ahead.
         prepared: what modules on the way to sharded ones gave, by name.
+        read: those modules, and what each of them reads, as it was behind its call; see ``tracing.read_by``.
         started, exchanged: whether the stages of its exchange of sizes, and of ids, were called in their places.
         was_sent, was_received: whether they did something, for whoever calls them by hand too.
         failure: what its exchange of ids raised, which is raised when it is this batch's turn.
@@ -907,6 +932,7 @@ class BatchContext:
         self.inputs: dict[str, Any] = {}
         self.results: dict[str, Any] = {}
         self.prepared: dict[str, Any] = {}
+        self.read: list[tuple[torch.nn.Module, list[Any]]] = []
         self.asked: dict[str, Arguments] = {}
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -920,13 +946,35 @@ class BatchContext:
         """Torchrec's name for what is prepared."""
         return self.prepared
 
+    @contextlib.contextmanager
+    def reading(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Note what modules that run ahead read: behind their calls, which may count, and where one of them raises."""
+        try:
+            yield
+        finally:
+            self.read = [(module, read_by(module)) for module in modules]
+
+    def is_read_so(self) -> bool:
+        """Whether what ran ahead for the batch would read the same now."""
+        return all(read == read_by(module) for module, read in self.read)
+
     def forget(self) -> None:
         """Nothing was sent or looked up."""
         for some in (self.contexts, self.dists, self.inputs, self.results, self.prepared, self.asked):
             some.clear()
+        self.read = []
         self.pairs = []
         self.started = self.exchanged = self.was_sent = self.was_received = False
         self.failure = self.with_grad = None
+
+
+def outdated(batches: Iterable[BatchContext], agree: Callable[[int], int]) -> list[BatchContext]:
+    """The batches for which modules ran ahead, if what these read was written since, on any rank; else none.
+
+    ``agree``: the least of all ranks' words. It is asked where modules ran ahead, which all ranks have alike.
+    """
+    sent = [batch for batch in batches if batch.read]
+    return [] if not sent or agree(int(all(batch.is_read_so() for batch in sent))) else sent
 
 
 # Of an implementation, which may know more of a batch on its way.

@@ -1,17 +1,37 @@
-"""How a forward is followed to its sharded modules, by torch.fx, while other threads run modules of their own."""
+"""How a forward is followed to its sharded modules, by torch.fx, while other threads run modules of their own.
+
+And what is known of tensors and modules at a look, to tell at another one whether somebody has changed them since.
+Nothing is held by it, so that what a user drops is gone at once; and what has gone is never taken for what is there
+now, though that may have its address.
+"""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 import threading
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["IN_PLACE", "PROTOCOL", "Tracer", "alone", "assigned", "is_sharded"]
+__all__ = [
+    "IN_PLACE",
+    "PROTOCOL",
+    "Known",
+    "Tracer",
+    "alone",
+    "assigned",
+    "collections_in",
+    "is_sharded",
+    "read_by",
+    "restore",
+    "version_of",
+]
 
 # torch.fx takes what it replaced for torch's own: two traces at once would leave one of them in place for good.
 _ONE_TRACE = threading.RLock()
@@ -114,3 +134,78 @@ class Tracer(torch.fx.Tracer):
             if defaults.get(name, inspect.Parameter.empty) is not inspect.Parameter.empty:
                 args[index] = defaults[name]
         return fn, args
+
+
+# A class of one's own may do more than hold what it is given.
+_COLLECTIONS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+
+
+def collections_in(things: list[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
+    """Collections that can be changed, however deep inside, with what they hold; of a dictionary, pairs."""
+    left: list[Any] = [value for each in things for value in each.values()]
+    found = dict[int, tuple[Any, list[Any]]]()
+    while left:
+        each = left.pop()
+        if type(each) is tuple:
+            left += each
+        elif type(each) in _COLLECTIONS and id(each) not in found:
+            found[id(each)] = each, _parts_of(each)
+            left += each.values() if isinstance(each, dict) else each
+    return list(found.values())
+
+
+def _parts_of(collection: Any) -> list[Any]:
+    return list(collection.items() if isinstance(collection, dict) else collection)
+
+
+def restore(collection: Any, parts: list[Any]) -> None:
+    """Have a collection hold what it held; one that still does is left alone, for other threads may go through it."""
+    now, then, is_dict = _parts_of(collection), parts, isinstance(collection, dict)
+    if is_dict:
+        now, then = (list(itertools.chain.from_iterable(each)) for each in (now, then))
+    if len(now) == len(then) and all(map(operator.is_, now, then)):
+        return
+    collection.clear()
+    if is_dict or isinstance(collection, set):
+        # A counter would count pairs.
+        collection.update(dict(parts) if is_dict else parts)
+    else:
+        collection.extend(parts)
+
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
+
+
+class Known(weakref.ref[Any]):
+    """A thing that is known, and not held: equal where both are of the same one, and it is still there."""
+
+    def __eq__(self, other: object) -> bool:
+        found = self()
+        return found is not None and isinstance(other, Known) and found is other()
+
+    def __hash__(self) -> int:
+        # Of the reference, which is equal to those of the same thing: told apart by ``==`` alone.
+        return 0
+
+
+def version_of(tensor: torch.Tensor) -> tuple[Known, Any]:
+    """Which tensor it is, and how often it was written; one of inference mode, uncounted, as written at each look."""
+    return Known(tensor), object() if tensor.is_inference() else tensor._version
+
+
+def read_by(module: torch.nn.Module) -> list[Any]:
+    """What a module computes with: its parts, their tensors by version, and attributes that are plain values.
+
+    Modes are left out, which whoever calls modules ahead follows by itself.
+    """
+    return [each for part in module.modules() for each in _read_by(part)]
+
+
+def _read_by(part: torch.nn.Module) -> Iterator[Any]:
+    yield Known(part)
+    for things in (part._parameters, part._buffers, vars(part)):
+        for name, value in things.items():
+            if isinstance(value, torch.Tensor):
+                yield name, version_of(value)
+            elif type(value) in _PLAIN and name != "training":
+                yield name, value

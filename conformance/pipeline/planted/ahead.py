@@ -158,3 +158,19 @@ modules_for_each_reader = patched(
     ),
     kills="PIPE-550",
 )
+
+hooks_of_all_modules_pass = patched(
+    "A hook of all modules that changes what a module is called with is bypassed without a word.",
+    mutated("twinproof.pipeline.stages:Traces.has_hooks", "return True", "pass"),
+    kills="PIPE-753",
+)
+hooks_of_results_pass = patched(
+    "Of hooks of all modules those before a forward alone count.",
+    mutated("twinproof.pipeline.stages:Traces.has_hooks", " or everywhere._global_forward_hooks", ""),
+    kills="PIPE-753",
+)
+hooks_of_wrappers_pass = patched(
+    "Hooks of wrappers inside of the outermost are bypassed without a word.",
+    mutated("twinproof.pipeline.stages:Traces.has_hooks", "*_layers(self._model)", "self._model"),
+    kills="PIPE-754",
+)

@@ -20,7 +20,7 @@ lookups_are_traced = patched(
 compiled_models_are_no_wrappers = patched(
     "A compiled model is looked into as if it had a forward of its own.",
     mutated(
-        "twinproof.pipeline.stages:unwrapped",
+        "twinproof.pipeline.stages:_layers",
         "if kind.__name__ in _INSIDE",
         'if kind.__name__ in _INSIDE and kind.__name__ != "OptimizedModule"',
     ),

@@ -68,6 +68,18 @@ traces_count = patched(
     mutated("twinproof.pipeline.stages:_left_as_they_were", "now.update(then)", "pass"),
     kills="PIPE-678",
 )
+traces_collect = patched(
+    "What a forward adds to a list in a trace stays there.",
+    mutated("twinproof.pipeline.stages:_left_as_they_were", "restore(collection, parts)", "pass"),
+    kills="PIPE-755",
+)
+traces_collect_inside = patched(
+    "What a forward adds to a list inside of another collection in a trace stays there.",
+    mutated(
+        "twinproof.pipeline.tracing:collections_in", "left += each.values() if isinstance(each, dict) else each", "pass"
+    ),
+    kills="PIPE-755",
+)
 dead_forwards_are_called = patched(
     "A forward whose module has gone is looked for on nothing.",
     mutated("twinproof.pipeline.stages:Prepared._driven", "module is None", "False"),

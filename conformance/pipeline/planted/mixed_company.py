@@ -58,7 +58,7 @@ def subclasses_of_types_stay(original: Any, batch: Any, change: Any) -> Any:
 versions_of_inference = patched(
     "Tables of inference mode are asked for the versions that they do not have.",
     mutated(
-        "fastimpl.pipeline.stages:versions_of",
+        "twinproof.pipeline.tracing:version_of",
         "object() if tensor.is_inference() else tensor._version",
         "tensor._version",
     ),
@@ -67,7 +67,7 @@ versions_of_inference = patched(
 )
 edits_of_inference_unseen = patched(
     "Tables without versions count as never written.",
-    mutated("fastimpl.pipeline.stages:versions_of", "object() if tensor.is_inference()", "0 if tensor.is_inference()"),
+    mutated("twinproof.pipeline.tracing:version_of", "object() if tensor.is_inference()", "0 if tensor.is_inference()"),
     kills="PIPE-656",
     of="fastimpl",
 )

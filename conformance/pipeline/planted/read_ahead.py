@@ -1,0 +1,50 @@
+"""Faults that ``test_read_ahead`` must notice."""
+
+from __future__ import annotations
+
+from conformance.harness import mutated, patched
+
+edits_of_modules_ahead_unseen = patched(
+    "What a module gave ahead is used, whatever it would read now.",
+    mutated("twinproof.pipeline.stages:outdated", "if not sent or agree", "if True or agree"),
+    kills="PIPE-749",
+    of="fastimpl",
+)
+tensors_ahead_alone = patched(
+    "Of what a module reads that runs ahead, plain values are not compared.",
+    mutated("twinproof.pipeline.tracing:_read_by", "elif type(value) in _PLAIN and", "elif False and"),
+    kills="PIPE-749",
+    of="fastimpl",
+)
+writes_ahead_unseen = patched(
+    "Of what a module reads that runs ahead, the tensors are compared, and not how often they were written.",
+    mutated("twinproof.pipeline.tracing:_read_by", "yield name, version_of(value)", "yield name, version_of(value)[0]"),
+    kills="PIPE-749",
+    of="fastimpl",
+)
+sent_anew_where_all_edit = patched(
+    "A batch is sent anew where every rank has edited what was read, and nowhere else.",
+    mutated(
+        "twinproof.pipeline.stages:outdated",
+        "agree(int(all(batch.is_read_so() for batch in sent)))",
+        "1 - agree(int(not all(batch.is_read_so() for batch in sent)))",
+    ),
+    kills="PIPE-750",
+    of="fastimpl",
+)
+read_before_the_call = patched(
+    "What a module reads is noted before it is called, which counts.",
+    mutated(
+        "twinproof.pipeline.stages:BatchContext.reading",
+        "try:\n        yield\n    finally:\n        self.read = [(module, read_by(module)) for module in modules]",
+        "self.read = [(module, read_by(module)) for module in modules]\n    yield",
+    ),
+    kills="PIPE-751",
+    of="fastimpl",
+)
+addresses_of_tables = patched(
+    "A table is known by its address, which the next one may have.",
+    mutated("twinproof.pipeline.tracing:version_of", "return Known(tensor),", "return id(tensor),"),
+    kills="PIPE-752",
+    of="fastimpl",
+)
