@@ -475,3 +475,65 @@ def test_turned_without_device_memory(offload: Any) -> None:
                 assert_equal(refused > 1, True, where="requests that failed")
                 return
     assert_equal("30 requests", "fewer", where="options that have turned")
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _CopiesFail(InlineEngine):
+    """A device that takes so many copies more."""
+
+    copies_left = 1 << 30
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Raises when there are none left."""
+        self.copies_left -= 1
+        if self.copies_left < 0:
+            raise MemoryError("no memory")
+        super().copy(target, source)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """None is packed: each is a copy by itself."""
+        return False
+
+
+@requirement(
+    "OPT-592",
+    "Where the device has no memory for what left its group, the next step MUST give it back; what has returned by "
+    "then MUST be stepped once and offloaded, as if the step that failed had not been tried.",
+)
+@pytest.mark.parametrize("step_device", ["device", "cpu"])
+def test_no_memory_for_what_left(offload: Any, step_device: str) -> None:
+    for copies_left in range(5):
+        for waits in (False, True):
+            where = f"{copies_left} copies, a step between: {waits}"
+            arms = []
+            for copies in (1 << 30, copies_left):
+                engine = _CopiesFail("cpu")
+                params = [torch.nn.Parameter(values((4, 3), i)) for i in range(3)]
+                optimizer = torch.optim.AdamW(params, lr=0.1)
+                options = {"engine": engine, "chunk_bytes": 0, "step_device": step_device}
+                offloader = offload.OptimizerStateOffloader(optimizer, **options)
+                listed = optimizer.param_groups[0]["params"]
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+                optimizer.param_groups[0]["params"] = listed[:1]
+                if copies < 4:
+                    engine.copies_left = copies
+                    with raises(MemoryError, where=where):
+                        offloader.offload()
+                    engine.copies_left = 1 << 30
+                if waits:
+                    params[0].grad = torch.ones_like(params[0])
+                    optimizer.step()
+                    found = [offloader.transfers.is_on_host(optimizer.state[p]["exp_avg"]) for p in params]
+                    assert_equal(found, [True, False, False], where=f"on the host after {where}")
+                optimizer.param_groups[0]["params"] = listed
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                optimizer.step()
+                assert_equal(offloader.residency().device_bytes, 0, where=f"bytes on the device after {where}")
+                arms.append([*params, *(optimizer.state[param][name] for param in params for name in _MOMENTS)])
+            for number, (got, expected) in enumerate(zip(*reversed(arms), strict=True)):
+                assert_same_tensor(got.detach(), expected.detach(), where=f"tensor {number} after {where}")

@@ -289,3 +289,45 @@ def test_cast_since(offload: Any, way: str, dtype: torch.dtype) -> None:
         arm.optimizer.step()
     for got, expected in zip(model, before, strict=True):
         assert_same_tensor(got.detach(), expected, where=f"parameter behind a refused step, {way}")
+
+
+@requirement(
+    "OPT-593",
+    "Behind a step that raised in the arithmetic of an offloaded optimizer the gradients of masters MUST be the "
+    "model's again: who clips, replaces or clears them then does it for the step that follows.",
+)
+@pytest.mark.parametrize("way", ["offloaded", "chunks", "on request"])
+def test_gradients_behind_a_failure(offload: Any, way: str) -> None:
+    def clip(params: list[Any]) -> Any:
+        return torch.nn.utils.clip_grad_norm_(params, 0.01)
+
+    def replace(params: list[Any]) -> None:
+        params[0].grad = torch.ones_like(params[0])
+
+    def clear(params: list[Any]) -> None:
+        params[0].grad = None
+
+    options: Any = {"chunks": {"chunk_bytes": 64}, "on request": {"release": "on_request"}}.get(way, {})
+    for change in (clip, replace, clear):
+        arms = []
+        for fails in (False, True):
+            model = [torch.nn.Parameter(values((4, 3 + i), i, dtype)) for i, dtype in enumerate(_DTYPES)]
+            masters = offload.MasterWeights(model)
+            optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+            offload.OptimizerStateOffloader(optimizer, engine=InlineEngine(), master_weights=masters, **options)
+            for i, param in enumerate(model):
+                param.grad = values(param.shape, 10 + i, param.dtype)
+            params: list[Any] = optimizer.param_groups[0]["params"]
+            if fails:
+                optimizer.param_groups[0]["lr"] = "0.1"
+                with raises(TypeError, where=f"a step with a rate that is no number, {way}"):
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.1
+                for master, param in masters.pairs.items():
+                    if master is not param:
+                        assert_equal(master.grad is param.grad, True, where="the gradient of a master is its model's")
+            norm = change(params)
+            optimizer.step()
+            arms.append([*([] if norm is None else [norm]), *(each.detach() for each in (*params, *model))])
+        for number, (got, expected) in enumerate(zip(*reversed(arms), strict=True)):
+            assert_same_tensor(got, expected, where=f"tensor {number} behind {change.__name__}, {way}")

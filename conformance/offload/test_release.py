@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement
-from conformance.offload.cases import SHAPES, Twins, in_host_memory, proven, proven_on, reread, values
+from conformance.offload.cases import PLAIN_SGD, SHAPES, Twins, in_host_memory, proven, proven_on, reread, values
 from twinproof.errors import ConfigError
 
 MASTER_BYTES = sum(4 * values(shape, 0).numel() for shape in SHAPES)
@@ -167,6 +167,47 @@ def test_bound_in_between(offload: Any, chunk_bytes: int) -> None:
             assert_equal(twins.offloader.residency().device_bytes, 0, where="bytes on the device after the release")
             twins.check()
         twins.offloader.close()
+
+
+@requirement(
+    "OPT-591",
+    "With release on request, a state that is bound to a view of its memory, or in another dtype, between offload() "
+    "and the release MUST be that tensor's afterwards, dtype and strides included.",
+)
+@pytest.mark.parametrize("chunk_bytes", [512, 1 << 20])
+def test_other_form_in_between(offload: Any, chunk_bytes: int) -> None:
+    cases: tuple[tuple[str, Any, str, Any], ...] = (
+        ("AdamW", {}, "exp_avg", torch.Tensor.t),
+        ("SGD", PLAIN_SGD, "momentum_buffer", lambda value: value.to(torch.bfloat16)),
+    )
+    for kind, options, name, form in cases:
+        with proven() as device:
+            given = [values((16, 16), i) for i in range(3)]
+            twins = Twins(offload, device, kind, given, options=options, release="on_request", chunk_bytes=chunk_bytes)
+            for number in range(3):
+                twins.step()
+                twins.offloader.offload()
+                twins.offloader.settle()
+                for params, optimizer in ((twins.plain_params, twins.plain), (twins.params, twins.optimizer)):
+                    state = optimizer.state[params[number]]
+                    state[name] = form(state[name])
+                twins.offloader.release_gpu_memory()
+                twins.offloader.settle()
+                assert_equal(twins.offloader.residency().device_bytes, 0, where="bytes on the device after the release")
+                twins.check()
+            twins.offloader.close()
+    with proven() as device:
+        offloader, masters, halves = _with_masters(offload, device, release="on_request")
+        _step(offloader, halves, 1)
+        offloader.offload()
+        square = list(masters.parameters())[SHAPES.index((16, 16))]
+        square.data = square.data.t()
+        expected = square.detach().clone()
+        offloader.release_gpu_memory()
+        offloader.settle()
+        with _disable_current_modes():
+            assert_same_tensor(square.detach().contiguous(), expected.contiguous(), where="a master after the release")
+        offloader.close()
 
 
 @requirement("OPT-259", "Masters that are read between offload() and the release MUST be those of the last step.")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance.harness import requirement, succeeds
-from conformance.offload.cases import Twins, proven_on, reread, values
+from conformance.offload.cases import PLAIN_SGD, Twins, proven_on, reread, values
 
 SHAPES = ((8, 16), (8, 16), (8, 16), (4, 4))
 
@@ -110,6 +110,46 @@ def test_handed_over(offload: Any, place: str, options: dict[str, Any]) -> None:
                     twins.step()
                 del twins.optimizer.state[other]
             twins.check()
+
+
+READINGS: dict[torch.dtype, Any] = {
+    torch.float32: torch.Tensor.t,
+    torch.complex64: lambda value: value.mul_(1 + 2j).conj(),
+    torch.bfloat16: lambda value: value.view(torch.float16),
+}
+
+
+@requirement(
+    "OPT-590",
+    "A state that is replaced by a view of all of its memory, a transpose, a conjugate or one of another dtype, MUST "
+    "be what the next steps take and offload, in host memory and on the device.",
+)
+@pytest.mark.parametrize(("place", "options"), SETTINGS, ids=["whole", "chunks", "fraction", "on_request"])
+def test_read_otherwise(offload: Any, place: str, options: dict[str, Any]) -> None:
+    # The pretend device does not compute with conjugates.
+    readings = {dtype: way for dtype, way in READINGS.items() if place == "cpu" or not dtype.is_complex}
+    for dtype, reading in readings.items():
+        for is_brought in (False, True):
+            with proven_on(place) as device:
+                given = [values((8, 8), i, dtype) for i in range(2)]
+                twins = Twins(offload, device, "SGD", given, options=PLAIN_SGD, **options)
+                twins.step()
+                for number in range(2):
+                    if is_brought:
+                        twins.offloader.to_device(twins.offloader.bundles)
+                    twins.offloader.settle_for_writing()
+                    for optimizer, params in ((twins.plain, twins.plain_params), (twins.optimizer, twins.params)):
+                        state = optimizer.state[params[number]]
+                        state["momentum_buffer"] = reading(state["momentum_buffer"])
+                    # What moves is what is read, and no bit beside it.
+                    state = twins.plain.state[twins.plain_params[number]]
+                    state["momentum_buffer"] = state["momentum_buffer"].resolve_conj()
+                    if is_brought:
+                        twins.offloader.offload()
+                        twins.offloader.release_gpu_memory()
+                    with succeeds("a step", where=f"{dtype} with {options or 'chunks'}, brought: {is_brought}"):
+                        twins.step()
+                    twins.check()
 
 
 @requirement(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import Rank, assert_equal, assert_within_derived, requirement
+from conformance.harness import Rank, assert_equal, assert_within_derived, raises, requirement
 from conformance.pipeline.batches import Jagged, joined, values_of
 from conformance.pipeline.model import DTYPES, OPTIMIZERS, Naive, assert_bits, hyper_of, random_tables
 from conformance.pipeline.sharding import (
@@ -261,3 +261,44 @@ def _moved(rank: Rank) -> None:
 @requirement("PIPE-080", "Which rank holds a table MUST NOT change a bit.")
 def test_moved(rank_pool: Any, device: str) -> None:
     rank_pool.run(_moved, 3)
+
+
+def _refused(rank: Rank) -> None:
+    pipeline, names = rank.component("pipeline"), ["a", "b"]
+    kinds = {
+        "table_wise": lambda: pipeline.table_wise(rank.world_size - 1),
+        "row_wise": pipeline.row_wise,
+        "data_parallel": pipeline.data_parallel,
+    }
+    for kind, rule in kinds.items():
+        configs = [pipeline.EmbeddingBagConfig(8, 4, name, feature_names=[name]) for name in names]
+        weights = [values_of((8, 4), seed) for seed in (1, 2)]
+        arms = []
+        for is_tried in (False, True):
+            collection = collection_of(pipeline, configs, weights)
+            plan = {"a": pipeline.row_wise(), "b": rule()}
+            sharded = sharded_of(pipeline, collection, plan, "adam", rank.group, device="cpu")
+            for step in range(2):
+                batch = batches_of(rank, names, [8, 8], step)[rank.rank].kjt(pipeline)
+                pooled = sharded(batch).values()
+                pooled.backward(torch.ones_like(pooled))
+                if is_tried:
+                    with raises(RuntimeError, mentions=("second time",), where=f"a second backward, {kind}"):
+                        pooled.backward(torch.ones_like(pooled))
+                assert_equal(sharded.fused_optimizer.step_count, step + 1, where=f"steps of {kind}, tried {is_tried}")
+            arms.append(sharded)
+        plain, tried = (each.local_shards() for each in arms)
+        for name, (_, weight, states) in plain.items():
+            assert_bits(tried[name][1], weight, f"{kind}: weight of {name}")
+            for state, value in states.items():
+                assert_bits(tried[name][2][state], value, f"{kind}: {state} of {name}")
+
+
+@requirement(
+    "PIPE-760",
+    "A second backward of a cut collection that retain_graph did not announce MUST be refused on every rank before "
+    "anything is counted: it is no step, and the steps that follow are those of a collection that was not asked.",
+)
+def test_refused_backwards(rank_pool: Any) -> None:
+    for world_size in (1, 2):
+        rank_pool.run(_refused, world_size)

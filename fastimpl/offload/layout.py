@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, eq, itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ __all__ = ["BoundTensors", "ChunkLayout"]
 
 # Larger tensors than this, on average, get memory of their own on the device: there the copies are what takes time.
 _SMALL_BYTES = regime(1 << 18, 512)
+
+_DTYPE = attrgetter("dtype")
 
 _Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
@@ -113,6 +115,9 @@ class ChunkLayout:
         self._homes = self.views(host, counted=True)
         self._home_addresses = list(map(torch.Tensor.data_ptr, self._homes))
         self._sizes = list(map(torch.Tensor.size, self._homes))
+        self._strides = list(map(torch.Tensor.stride, self._homes))
+        self._dtypes = list(map(_DTYPE, self._homes))
+        self._has_complex = any(dtype.is_complex for dtype in set(self._dtypes))
 
     @torch.no_grad()
     def views(self, block: torch.Tensor, *, counted: bool = False) -> Sequence[torch.Tensor]:
@@ -149,14 +154,24 @@ class ChunkLayout:
         return bound.addresses == self._home_addresses
 
     def is_tidy(self, bound: BoundTensors) -> bool:
-        """Whether everything has its place in one block, in host memory or ``here``, and the size that it has there."""
+        """Whether everything has its place in one block, in host memory or ``here``, and the form that it has there."""
         is_in_place = self.is_home(bound) or self.is_here(bound)
-        return is_in_place and list(map(torch.Tensor.size, bound.tensors)) == self._sizes
+        return is_in_place and self._are_read_as_planned(bound.tensors)
 
     def is_intact(self) -> bool:
         """Whether the views that are bound are what was planned: users have them, and may give them other memory."""
-        sizes = list(map(torch.Tensor.size, self._homes))
-        return list(map(torch.Tensor.data_ptr, self._homes)) == self._home_addresses and sizes == self._sizes
+        is_there = list(map(torch.Tensor.data_ptr, self._homes)) == self._home_addresses
+        return is_there and self._are_read_as_planned(self._homes)
+
+    def _are_read_as_planned(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all have the forms of their places: a state's transpose begins where the state does."""
+        # One by one: lists of tuples, which are many, would have the interpreter collect garbage.
+        return (
+            list(map(_DTYPE, tensors)) == self._dtypes
+            and all(map(eq, map(torch.Tensor.size, tensors), self._sizes))
+            and all(map(eq, map(torch.Tensor.stride, tensors), self._strides))
+            and not (self._has_complex and any(map(torch.Tensor.is_conj, tensors)))
+        )
 
     def is_here(self, bound: BoundTensors) -> bool:
         """Whether everything lies at its place in ``here``; the block lives, so nothing else has these addresses."""

@@ -386,6 +386,8 @@ class StreamedTransfers:
             if bound is not None and chunk.layout.is_tidy(bound):
                 continue
             found += chunk.bundles
+            # Nothing of it goes as planned, even where it begins at its place on the device.
+            chunk.forget_here()
             if not chunk.layout.is_intact():
                 chunk.drop_layout()
         return found

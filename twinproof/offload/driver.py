@@ -764,6 +764,7 @@ class MovePlan:
         # Known parameters keep their ids, so equal lists of ids and equal options leave nothing to plan.
         if listed == self._listed:
             return False
+        self._listed = None  # Where that fails, the lists of before are not what is planned for either.
         self._adopt_listed(transfers)
         self._listed = listed
         return True
@@ -830,9 +831,9 @@ class MovePlan:
         """Give what left its group back to the device, where its state is the user's, and hold none of it."""
         listed = {param for group in self.optimizer.param_groups for param in group["params"]}
         gone = [bundle for bundle in self.bundles if bundle.param not in listed]
-        self.bundles = [bundle for bundle in self.bundles if bundle.param in listed]
         if gone:
-            transfers.unplace(gone)
+            transfers.unplace(gone)  # May fail: what was forgotten, and is still there, would be stepped twice.
+        self.bundles = [bundle for bundle in self.bundles if bundle.param in listed]
         self.known &= listed
         self._stateless &= listed
         for param in self._foreseen.keys() - listed:

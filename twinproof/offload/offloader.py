@@ -546,6 +546,11 @@ class OptimizerStateOffloader:
         known_count = len(self.optimizer.state)
         try:
             self._step(arithmetic)
+        except BaseException:
+            # What clips or clears gradients before the next try acts on those that it is made with.
+            if self.masters is not None:
+                self.masters.give_back()
+            raise
         finally:
             place_in_order(self.optimizer, known_count)
         # What was refused, or raised, is no step.
@@ -610,18 +615,24 @@ class _CopiedOut:
 
     @staticmethod
     def _seen(plan: MovePlan, bundle: Bundle, name: str, tensor: torch.Tensor) -> Any:
-        """Where a tensor lies, and how often it was written: by itself, and by what holds it."""
-        return tensor.data_ptr(), version_of(holder_of(plan.optimizer, bundle, name))
+        """Where a tensor lies, how it is read there, and how often it was written: by itself, and by what holds it."""
+        form = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj())
+        return tensor.data_ptr(), form, version_of(holder_of(plan.optimizer, bundle, name))
 
     def release(self, plan: MovePlan, transfers: Transfers) -> None:
         """Bind what was copied to the host."""
+        # What was bound since may have another form than its place, which would cast it or lay it out anew.
+        placed = list(plan.bundles)
+        if self._noted:
+            plan.refit(transfers)
+        copied = set(map(id, placed))
         noted, self._noted = self._noted, {}
         changed: set[tuple[torch.Tensor, str]] = set()
         copied_out: set[tuple[torch.Tensor, str]] = set()
         for bundle, name, tensor in plan.bound():
             found = noted.get((bundle.param, name))
             if found is not None:
-                is_same = found[1] == self._seen(plan, bundle, name, tensor)
+                is_same = id(bundle) in copied and found[1] == self._seen(plan, bundle, name, tensor)
                 (copied_out if is_same else changed).add((bundle.param, name))
         transfers.to_host(plan.bundles, only=lambda bundle, name: (bundle.param, name) in copied_out, copies=False)
         if changed:

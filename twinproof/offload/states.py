@@ -167,8 +167,9 @@ class Place:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has this form."""
-        return (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (self.dtype, self.shape, self.strides)
+        """Whether a tensor has this form, and is not the conjugate of what its memory holds."""
+        is_same = (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (self.dtype, self.shape, self.strides)
+        return is_same and not tensor.is_conj()
 
 
 @dataclass
@@ -768,6 +769,13 @@ class MasterWeights:
         master.given = self.pairs[master].grad = None  # type: ignore[attr-defined]
         self._begun.pop(master, None)
         self._note(master)
+
+    def give_back(self) -> None:
+        """After a step that raised: masters that were not stepped show the gradients of their parameters again."""
+        for master, param in self.pairs.items():
+            if param is not master:
+                set_own_grad(master, None)
+                master.given = None  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def refresh(self) -> None:

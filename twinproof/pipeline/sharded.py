@@ -461,10 +461,14 @@ class _Exchanged(FirstDerivatives):
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         ctx.exchange, ctx.optimizer, ctx.context, ctx.passing = exchange, optimizer, context, tensors[count:]
+        # Of something: torch refuses a backward that ``retain_graph`` did not announce where what was saved has gone.
+        ctx.save_for_backward(anchor)
         return exchange.columns(context, tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        # Before anything is counted or sent: the lookups behind it would refuse it when the others had done both.
+        tuple(ctx.saved_tensors)
         ctx.optimizer.count_step()
         parts = ctx.exchange.gradients(ctx.context, grads[0].contiguous())
         return None, None, None, None, None, *parts, *(torch.zeros_like(each) for each in ctx.passing)

@@ -108,3 +108,21 @@ one_gets_its_place_after_the_other = patched(
     ),
     kills="OPT-515",
 )
+
+forgotten_before_it_is_back = patched(
+    "What left its group is forgotten before the device has memory for it, and is stepped twice when it returns.",
+    mutated(
+        "twinproof.offload.driver:MovePlan._forget_unlisted",
+        "if gone:",
+        "self.bundles = [bundle for bundle in self.bundles if bundle.param in listed]\n    if gone:",
+    ),
+    kills="OPT-592",
+    of="fastimpl",
+)
+
+planned_for_as_before = patched(
+    "Groups that are what they were before an edit that failed have nothing to move.",
+    mutated("twinproof.offload.driver:MovePlan.adopt", "self._listed = None", "pass"),
+    kills="OPT-592",
+    of="refimpl",
+)

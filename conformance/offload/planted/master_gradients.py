@@ -64,3 +64,15 @@ cast_masters_stepped = patched(
     mutated(f"{_STATES}:MasterWeights.check", "if master.dtype is not torch.float32:", "if False:"),
     kills="OPT-527",
 )
+
+gradients_of_the_step_that_failed = patched(
+    "Masters keep the gradients of a step that raised, which the next step throws away.",
+    mutated("twinproof.offload.offloader:OptimizerStateOffloader._run", "self.masters.give_back()", "pass"),
+    kills="OPT-593",
+)
+
+gradients_taken_with_the_step = patched(
+    "A step that raised has cleared the gradients of the model.",
+    mutated(f"{_STATES}:MasterWeights.give_back", "master.given = None", "master.given = param.grad = None"),
+    kills="OPT-593",
+)

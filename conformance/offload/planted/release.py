@@ -76,6 +76,24 @@ other_tensor_of_the_same_version = patched(
     kills="OPT-383",
 )
 
+transposes_of_what_was_copied = patched(
+    "What is bound between offload() and the release is what was copied wherever it begins where that lies.",
+    mutated("twinproof.offload.offloader:_CopiedOut._seen", "data_ptr(), form, ", "data_ptr(), 0, "),
+    kills="OPT-591",
+)
+
+cast_at_the_release = patched(
+    "What is bound between offload() and the release goes to the place that was made for another form.",
+    mutated("twinproof.offload.offloader:_CopiedOut.release", "plan.refit(transfers)", "pass"),
+    kills="OPT-591",
+)
+
+copies_that_went_with_their_place = patched(
+    "A state beside one that got a new place is bound there, where nothing was copied.",
+    mutated("twinproof.offload.offloader:_CopiedOut.release", "id(bundle) in copied and ", ""),
+    kills="OPT-591",
+)
+
 bound_copies_are_made_again = patched(
     "What was copied to the host is copied once more when it is to be bound there.",
     mutated("twinproof.offload.offloader:OptimizerStateOffloader.to_host", "copies=copies", "copies=True"),

@@ -24,11 +24,36 @@ whatever_fits_is_at_home = patched(
 sizes_are_not_looked_at = patched(
     "What begins at its own place is taken for what lay there.",
     mutated(
-        "fastimpl.offload.layout:ChunkLayout.is_tidy",
-        "is_in_place and list(map(torch.Tensor.size, bound.tensors)) == self._sizes",
-        "is_in_place",
+        "fastimpl.offload.layout:ChunkLayout._are_read_as_planned",
+        "all(map(eq, map(torch.Tensor.size, tensors), self._sizes))",
+        "True",
     ),
     kills="OPT-516",
+    of="fastimpl",
+)
+
+strides_are_not_looked_at = patched(
+    "What begins at its own place and has its size is taken for what lay there.",
+    mutated(
+        "fastimpl.offload.layout:ChunkLayout._are_read_as_planned",
+        "all(map(eq, map(torch.Tensor.stride, tensors), self._strides))",
+        "True",
+    ),
+    kills="OPT-590",
+    of="fastimpl",
+)
+
+conjugates_are_what_they_are_views_of = patched(
+    "A conjugate that lies at the place of its state is taken for it.",
+    mutated("twinproof.offload.states:Place.fits", "is_same and not tensor.is_conj()", "is_same"),
+    kills="OPT-590",
+    of="fastimpl",
+)
+
+transposes_go_home_as_planned = patched(
+    "What begins at its own place of the device goes home as what lay there.",
+    mutated("fastimpl.offload.transfers:StreamedTransfers.untidy", "chunk.forget_here()", "pass"),
+    kills="OPT-590",
     of="fastimpl",
 )
 

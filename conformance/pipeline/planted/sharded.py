@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.harness import fault, patched, wrap
+from conformance.harness import fault, mutated, patched, wrap
 from conformance.pipeline.planted.planting import exchanges, lookups
 
 
@@ -145,3 +145,10 @@ def received_ids_not_in_order(original: Any, dist: Any, requests: Any, sizes: An
         count = len(group.slots)
         bags.indices = torch.cat([bags.feature(f, count).indices.roll(1) for f in range(count)])
     return found
+
+
+refused_backwards_are_counted = patched(
+    "A backward of a cut collection that its lookups refuse is a step.",
+    mutated("twinproof.pipeline.sharded:_Exchanged.backward", "tuple(ctx.saved_tensors)", "pass"),
+    kills="PIPE-760",
+)
