@@ -193,7 +193,7 @@ def full_states(rank: Any, path: str) -> list[str]:
         for is_full in (True, False):
             options = StateDictOptions(full_state_dict=is_full)
             try:
-                weight = get_model_state_dict(model, options=options)["rows.weight"]
+                weight: Any = get_model_state_dict(model, options=options)["rows.weight"]
             except UnsupportedError as error:
                 found.append(f"{name}, {is_full}: {'full_state_dict=False' in str(error)}")
                 continue
