@@ -394,13 +394,15 @@ def _id_calls() -> dict[str, tuple[Any, list[Any]]]:
 
 
 def _step_too_many_rows() -> None:
-    """A step whose word, of a row and what goes with it, would need more than 64 bits: 2**47 rows and 2**17 bags."""
-    reserved = mmap.mmap(-1, 1 << 42, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
-    tables, nothing = [torch.frombuffer(reserved, dtype=torch.float16).view(-1, 1)] * 64, [torch.empty(0)] * 64
-    offsets = torch.zeros((1 << 17) + 1, dtype=torch.int64)
+    """A step whose word, of a row and what goes with it, would need more than 64 bits: 2**42 rows and 2**21 bags."""
+    # Nothing of it is touched.
+    reserved = mmap.mmap(-1, 1 << 29, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE)
+    count, bag_count = 1 << 14, 1 << 21
+    tables, nothing = [torch.frombuffer(reserved, dtype=torch.float16).view(-1, 1)] * count, [torch.empty(0)] * count
+    offsets = torch.zeros(bag_count + 1, dtype=torch.int64)
     offsets[-1] = 1
     torch.ops.twinproof.pipeline_step(
-        tables, nothing, nothing, [0], torch.tensor([5]), offsets, None, [0] * 64, torch.ones(1 << 17, 1), 1,
+        tables, nothing, nothing, [0], torch.tensor([5]), offsets, None, [0] * count, torch.ones(bag_count, 1), 1,
         [0.1] * 8, -1,
     )  # fmt: skip
 
@@ -423,7 +425,7 @@ def test_misfits(pipeline: Any) -> None:
     operators.pipeline_step(
         table, [torch.empty(0)], [torch.empty(0)], [0], none, start, None, [0], out, 1, [0.1] * 8, -1
     )
-    with raises(RuntimeError, where="steps of too many rows for so many bags"):
+    with raises(RuntimeError, mentions=("too many rows",), where="steps of too many rows for so many bags"):
         _step_too_many_rows()
     operators.pipeline_advise_huge_pages(torch.zeros(3))
     operators.pipeline_advise_huge_pages(torch.zeros(8 << 20, dtype=torch.uint8))
