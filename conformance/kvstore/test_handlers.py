@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement
@@ -123,3 +124,23 @@ def test_interrupted_clear(kvstore: Any, tmp_path: Path) -> None:
         else:
             with raises(DeltaBaseError, where=where):
                 kvstore.load(copy, tmp_path / "delta")
+
+
+@requirement(
+    "KV-481",
+    "While a load writes the rows of one table, those that it has written before MUST have their steps already.",
+)
+@pytest.mark.parametrize("held", [[], [7]])
+def test_steps_of_loads(kvstore: Any, tmp_path: Path, held: list[int]) -> None:
+    layouts = {name: kvstore.RowLayout(4, optimizer="adam") for name in "ab"}
+    source, copy = store_of(kvstore, layouts), store_of(kvstore, layouts)
+    for table, step in (("a", 3), ("b", 8)):
+        source.set(table, ids_of([1, 2]), torch.ones(2, 4))
+        source.set_step_count(table, step)
+        copy.set(table, ids_of(held), torch.ones(len(held), 4))
+    save(kvstore, source, tmp_path / "full")
+    found: list[tuple[str, int]] = []
+    copy.add_listener(lambda table: found.append((table, copy.step_count("a"))))
+    kvstore.load(copy, tmp_path / "full")
+    assert_equal([step for table, step in found if table == "b"], [3], where="the first table's step")
+    assert_equal(copy.step_count("b"), 8, where="the second's")

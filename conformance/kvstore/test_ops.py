@@ -186,6 +186,8 @@ def _wrong_calls(ops: Any, store: Any, taken: Any) -> dict[str, Callable[[], obj
             f"write to table {table}": partial(store.write, table, ids, narrow, 16, 0, True),
             f"delete in table {table}": partial(store.delete, table, ids),
             f"size of table {table}": partial(store.size, table),
+            f"step of table {table}": partial(store.step, table),
+            f"a step for table {table}": partial(store.set_step, table, 5),
         }
     for name, wrong in {
         "ids of int32": ids.int(),
@@ -231,6 +233,7 @@ def _wrong_calls(ops: Any, store: Any, taken: Any) -> dict[str, Callable[[], obj
         "a filling without buckets": lambda: filling.add(0, 0, ids, ids[:0], 0, 0),
         "write to a snapshot": lambda: taken.write(0, ids, narrow, 16, 0, True),
         "clear of a snapshot": lambda: taken.clear(0),
+        "a step for a snapshot": lambda: taken.set_step(0, 5),
         "round of a snapshot": lambda: taken.begin_round(0, 0),
         "snapshot of a snapshot": lambda: taken.snapshot(),
         "a copy of a handle": lambda: ops.KVHandle(store.tensor.clone()).size(0),
@@ -271,7 +274,8 @@ def test_misuse_of_stores(kvstore: Any) -> None:
         for source in (store, taken):
             source.read(0, ids, 0, 64, found)
             assert_bits(found, before, where=f"rows behind {what}")
-            assert_equal((source.size(0), source.mark()), (3, mark), where=f"rows and mark behind {what}")
+            found_now = (source.size(0), source.mark(), source.step(0))
+            assert_equal(found_now, (3, mark, 0), where=f"rows, mark and step behind {what}")
     for row_count in (2**32 - 15, 2**62):
         assert_equal(store.reserve(0, row_count) == 0, False, where=f"memory for {row_count} rows")
     taken.close()

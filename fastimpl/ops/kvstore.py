@@ -16,10 +16,10 @@ def register_fakes() -> None:
 
     opcheck cannot run operators that take a handle: it clones its arguments, and a cloned handle is refused.
     """
-    for name in ("kvstore_read", "kvstore_fail_after", "kvstore_close"):
+    for name in ("kvstore_read", "kvstore_fail_after", "kvstore_close", "kvstore_set_step"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: None)
     changes = ("kvstore_write", "kvstore_write_rows", "kvstore_write_metadata", "kvstore_update")
-    for name in (*changes, "kvstore_prefetch", "kvstore_forget"):
+    for name in (*changes, "kvstore_prefetch", "kvstore_forget", "kvstore_step"):
         torch.library.register_fake(f"twinproof::{name}", lambda *args: 0)
     torch.library.register_fake(
         "twinproof::kvstore_contains", lambda handle, table, ids: ids.new_empty(ids.shape, dtype=bool)

@@ -502,7 +502,8 @@ def note_load(
     """
     now = store.mark()
     for table in store.tables:
-        if table not in counts and _is_unchanged(store, table, mark):
+        # Looked through only where there is a name to keep.
+        if table not in counts and store.fingerprints.at(mark, table) and _is_unchanged(store, table, mark):
             store.fingerprints.carry(table, mark, now)
     for table in counts:
         name = saved.fingerprints.get(table)

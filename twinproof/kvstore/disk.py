@@ -606,12 +606,13 @@ class StoreFiles:
         the format is older) loads anywhere: apply such deltas in the order in which they were saved. Timestamps, counts
         and the optimizer's step come from the file. The world may have another size than the one that saved. Every row
         is checked before the first is written; values of other dtypes are rounded to nearest even. Files that are
-        replaced or deleted meanwhile are read as they were when the load began. A load of no bucket leaves a table that
-        has rows what it was loaded from, and needs no base. A store that follows
-        another by deltas and missed one begins anew with a full save and ``clear``: without it, ids that went from the
-        other store since would stay, and no later delta names them. In a table with a
-        capacity the load is one batch: rows that it does not list make room for it. Each rank loads by itself and waits
-        for no other, which does not hear of what it raises.
+        replaced or deleted meanwhile are read as they were when the load began. In a table with a capacity the load is
+        one batch: rows that it does not list make room for it. Each rank loads by itself and waits for no other, which
+        does not hear of what it raises. A load of no bucket leaves a table that has rows what it was loaded from, and
+        needs no base.
+
+        A store that follows another by deltas and missed one begins anew with a full save and ``clear``: without it,
+        ids that went from the other store since would stay, and no later delta names them.
 
         Args:
             store: the store; it must have the same tables, or a part of them named by ``tables``.
@@ -862,7 +863,8 @@ class _Load:
         if self._needs_ids(table):
             # Room is made now: who listens to the writes of another table may have written to this one since.
             ids = self._ids(table) if ids is None else ids
-            other_count = self.store.size(table) - int(self.store.contains(table, ids).sum())
+            if self.clear:
+                other_count = self.store.size(table) - int(self.store.contains(table, ids).sum())
             evict_for_load(self.store, table, ids)
         source, target = self.saved.saved_table(table).layout, self.store.layout(table)
         row_count = 0

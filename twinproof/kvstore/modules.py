@@ -8,9 +8,8 @@ dtype.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -49,6 +48,7 @@ from twinproof.kvstore.rows import (
 )
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.kvstore.store import KVStore
+from twinproof.kvstore.views import locals_of_callers
 from twinproof.optimizers import Hyper
 
 __all__ = ["KVEmbedding", "KVEmbeddingBag", "KVTensorWrapper"]
@@ -158,16 +158,13 @@ class _StoreRows(torch.nn.Module):
         if rank_buckets(total_count, world_size, 0) == (0, total_count):
             return
         # Options do not come to modules; the only place that names them is the call of torch's that wants the state.
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if getattr(frame.f_locals.get("info"), "full_state_dict", False) is True:
-                raise UnsupportedError(
-                    "full_state_dict would keep the rows of one rank",
-                    got=f"rows of {total_count} buckets on {world_size} ranks",
-                    expected="full_state_dict=False, or kvstore.save",
-                    where=prefix + "weight",
-                )
-            frame = frame.f_back
+        if any(getattr(each, "full_state_dict", False) is True for each in locals_of_callers("info")):
+            raise UnsupportedError(
+                "full_state_dict would keep the rows of one rank",
+                got=f"rows of {total_count} buckets on {world_size} ranks",
+                expected="full_state_dict=False, or kvstore.save",
+                where=prefix + "weight",
+            )
 
     def _check_all_rows(self, rows: Mapping[str, Any], prefix: str) -> None:
         """Refuse the rows of one rank of several to a module that is alone. Raises UnsupportedError."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,7 @@ from twinproof.kvstore.options import (
 )
 from twinproof.kvstore.rows import SOURCES, RowSource, RowStore, check_row_range, table_of
 
-__all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
+__all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "locals_of_callers", "view_slice"]
 
 
 CHUNK_BYTES = regime(16 << 20, 96)
@@ -286,16 +287,21 @@ def _check_operation(func: Any, args: Any, options: dict[str, Any]) -> None:
 def _check_writer(fqn: str) -> None:
     """Refuse several chunks to torch's HF writer, which keeps the last one in silence. Raises UnsupportedError."""
     # A plan is made without its writer; the only place that names it is the call of torch's that wants the plan.
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    if any(isinstance(each, TorchHuggingFaceStorageWriter) for each in locals_of_callers("storage_writer")):
+        raise UnsupportedError(
+            "torch's HuggingFaceStorageWriter keeps one chunk of a tensor and drops the others",
+            got=fqn,
+            expected="the HuggingFaceStorageWriter of this package, or chunk_rows of all rows",
+            where="save",
+        )
+
+
+def locals_of_callers(name: str) -> Iterator[Any]:
+    """What a local of this name is in each call that is under way, the innermost first; None where it has none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals.get(name)
         frame = frame.f_back
-        if isinstance(frame.f_locals.get("storage_writer"), TorchHuggingFaceStorageWriter):
-            raise UnsupportedError(
-                "torch's HuggingFaceStorageWriter keeps one chunk of a tensor and drops the others",
-                got=fqn,
-                expected="the HuggingFaceStorageWriter of this package, or chunk_rows of all rows",
-                where="save",
-            )
 
 
 _ADVICE = "full_tensor() for this rank's rows; HuggingFaceStorageWriter, which stages them itself, for async_save"

@@ -27,3 +27,12 @@ interrupted_clears_stay_bases = patched(
     mutated("twinproof.kvstore.deltas:Fingerprints.forgetting", "self.forget(table)\n    try:", "try:"),
     kills="KV-455",
 )
+steps_behind_all_tables = patched(
+    "A load sets the steps when it has written all tables.",
+    mutated(
+        "twinproof.kvstore.disk:StoreFiles.load",
+        "store.set_step_count(table, ",
+        "opened.callback(store.set_step_count, table, ",
+    ),
+    kills="KV-481",
+)
