@@ -575,9 +575,13 @@ class StoreFiles:
 
             mark, parts, fingerprints, state, writer = together(planned, group)
             planned_s = time.perf_counter()
-            with warnings.catch_warnings(), _named_failures(rank):
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=world_size == 1)
+                try:
+                    dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=world_size == 1)
+                except CheckpointException as error:
+                    _raise_named(error, rank)
+                    raise
         store.fingerprints.note(mark, fingerprints)
         counts = {part.table: part.ids.numel() for part in parts}
         deleted = {part.table: 0 if part.deleted is None else part.deleted.numel() for part in parts}
@@ -691,26 +695,21 @@ class StoreFiles:
         return LoadReport(counts, deleted, {"check": checked - started, "write": time.perf_counter() - checked})
 
 
-@contextmanager
-def _named_failures(rank: int) -> Iterator[None]:
-    """What torch's checkpoint wraps, as it was raised.
+def _raise_named(error: CheckpointException, rank: int) -> None:
+    """Raise what torch's checkpoint wraps, as it was raised.
 
     Raises this rank's own error, where it is one of this project or of the system; DistributedError, where others
-    failed; else torch's.
+    failed. Else torch's is to be raised.
     """
-    try:
-        yield
-    except CheckpointException as error:
-        failures = {at: failure for at, (failure, _) in error.failures.items()}
-        # A rank that waited for another may say no more than that.
-        own = {at: failure for at, failure in failures.items() if not isinstance(failure, DistributedError)}
-        first = own or failures
-        if rank not in first:
-            raise_first([first.get(at) for at in range(1 + max(first))])
-        mine = first[rank]
-        if isinstance(mine, TwinproofError | OSError):
-            raise mine from mine.__cause__
-        raise
+    failures = {at: failure for at, (failure, _) in error.failures.items()}
+    # A rank that waited for another may say no more than that.
+    own = {at: failure for at, failure in failures.items() if not isinstance(failure, DistributedError)}
+    first = own or failures
+    if rank not in first:
+        raise_first([first.get(at) for at in range(1 + max(first))])
+    mine = first[rank]
+    if isinstance(mine, TwinproofError | OSError):
+        raise mine from mine.__cause__
 
 
 def _part(store: KVStore, saved: SavedRows, table: str, begin: int, end: int, weights_only: bool) -> LoadedPart:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from conformance.harness import mutated, patched
 
-_NAMED = "twinproof.kvstore.disk:_named_failures"
+_NAMED = "twinproof.kvstore.disk:_raise_named"
 
 failures_are_torchs = patched(
     "What a writer refuses is told as torch wraps it.",
-    mutated("twinproof.kvstore.disk:StoreFiles.save", ", _named_failures(rank):", ":"),
+    mutated("twinproof.kvstore.disk:StoreFiles.save", "_raise_named(error, rank)", "pass"),
     kills="KV-467",
 )
 nul_is_the_systems = patched(

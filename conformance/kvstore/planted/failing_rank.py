@@ -17,7 +17,7 @@ group_of_a_failed_save = patched(
 
 who_waited_is_at_fault = patched(
     "A rank that waited for another says what it heard while it waited.",
-    mutated("twinproof.kvstore.disk:_named_failures", " if not isinstance(failure, DistributedError)", ""),
+    mutated("twinproof.kvstore.disk:_raise_named", " if not isinstance(failure, DistributedError)", ""),
     kills="KV-374",
     of="fastimpl",
 )
