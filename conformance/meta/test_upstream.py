@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.peers.upstream.__main__ import main
 from conformance.peers.upstream.ledger import Counts, Ledger, blob_of, judge, read_ledger
 from conformance.peers.upstream.suites import SUITES, project_of
 
@@ -61,3 +62,11 @@ def test_projects_are_known_by_their_files(tmp_path: Path) -> None:
         read_ledger(suite.project)
     (tmp_path / "bindings" / "python" / "tests").mkdir(parents=True)
     assert project_of(tmp_path) == "safetensors"
+
+
+def test_a_suite_of_no_name_judges_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bindings" / "python" / "tests").mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path), "--only", "nothing"])
+    assert ended.value.code == 2
+    assert "--only nothing: safetensors has torch" in capsys.readouterr().err

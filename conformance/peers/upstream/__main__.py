@@ -54,11 +54,13 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.names:
         print("\n".join(name_lines(project, arguments.impl)))
         return 0
+    suites = [suite for suite in SUITES if suite.project == project and arguments.only in (None, suite.name)]
+    if not suites:
+        names = ", ".join(suite.name for suite in SUITES if suite.project == project)
+        parser.error(f"--only {arguments.only}: {project} has {names}")
     ledger, bad = read_ledger(project), False
     print(f"{project}, {_commit(checkout)}, {arguments.impl}")
-    for suite in SUITES:
-        if suite.project != project or arguments.only not in (None, suite.name):
-            continue
+    for suite in suites:
         blobs = {n: blob_of(p) for n in suite.files if (p := checkout / suite.folder / n).exists()}
         upstream, ours = (_outcomes(suite, checkout, impl) for impl in ("-", arguments.impl))
         counts, wrong = judge(ledger, blobs, upstream["outcomes"], ours["outcomes"])
