@@ -265,6 +265,35 @@ def test_queues_by_hand(pipeline: Any, kind: Any) -> None:
 
 
 @requirement(
+    "PIPE-704",
+    "A context MUST be inserted where the first batch without one stands, or at the end, which means the same; "
+    "anywhere else it is refused, and so is a slice that is assigned, with nothing changed.",
+)
+def test_contexts_inserted(pipeline: Any) -> None:
+    job = Job(pipeline, 3)
+    schedule = job.schedule("TrainPipelineSparseDist", context_type=Context)
+    schedule.enqueue_batch(iter(job.batches(1)))
+    schedule.batches.extend([job.there(batch) for batch in job.batches(3, 1)])
+    first, mine = schedule.contexts[0], [Context(index=number, version=9) for number in range(1, 4)]
+    for where in (0, 2, 3, -1, -4):
+        with raises(PipelineError, mentions=("context",), where=f"an insertion at {where}"):
+            schedule.contexts.insert(where, mine[0])
+    with succeeds("an insertion", where="where the first stands that has none"):
+        schedule.contexts.insert(1, mine[0])
+    schedule.contexts.insert(4, mine[1])
+    schedule.contexts.insert(99, mine[2])
+    expected = [first, *mine]
+    assert_equal([a is b for a, b in zip(schedule.contexts, expected, strict=True)], [True] * 4, where="contexts")
+    batch = job.there(job.batch(9))
+    for queue, other in ((schedule.batches, batch), (schedule.contexts, mine[0])):
+        with raises(PipelineError, mentions=("one at a time",), where="a slice that is assigned"):
+            queue[1:3] = [other, other]
+    assert_equal([a is b for a, b in zip(schedule.contexts, expected, strict=True)], [True] * 4, where="then")
+    schedule.batches.insert(99, batch)
+    assert_equal(schedule.batches[-1] is batch, True, where="a batch behind the last")
+
+
+@requirement(
     "PIPE-573",
     "A second call of a driven module in one forward MUST be refused as such, whether or not hooks watch it.",
 )

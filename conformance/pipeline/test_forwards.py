@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -362,3 +364,119 @@ def test_classes_in_batches(pipeline: Any) -> None:
         (moved, kind) = seen.pop()
         kinds = [each is one for each, one in zip((kind, *moved.kinds), (Described, Described, int), strict=True)]
         assert_equal((kinds, moved.values.device.type), ([True] * 3, "meta"), where=name)
+
+
+class Kept(torch.nn.Module):
+    """Ids of which half are 0, by a module that drops; its results in evaluation are what it is given."""
+
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__()
+        self.kind, self.dropout = pipeline.KeyedJaggedTensor, torch.nn.Dropout(0.5)
+
+    def forward(self, ids: Any) -> Any:
+        """Of the same lengths."""
+        kept = self.dropout(torch.ones_like(ids.values(), dtype=torch.float32)) > 0
+        return self.kind(ids.keys(), ids.values() * kept, ids.weights_or_none(), lengths=ids.lengths())
+
+
+# How a forward draws which of its first ids are kept.
+DRAWS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a function": lambda model, ones: torch.rand_like(ones) < 0.5,
+    "a method": lambda model, ones: ones.uniform_(0.0, 1.0) < 0.5,
+    "dropout": lambda model, ones: torch.nn.functional.dropout(ones, 0.5, model.training) > 0,
+}
+
+
+class Thinned(torch.nn.Module):
+    """The job's model, which draws which of its first ids are kept, and drops some of what it looks up."""
+
+    def __init__(self, model: Any, pipeline: Any, way: str) -> None:
+        super().__init__()
+        self.model, self.kept, self.way, self.kind = model, Kept(pipeline), way, pipeline.KeyedJaggedTensor
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        model, ids = self.model, batch.ids[0]
+        if self.way in DRAWS:
+            kept = DRAWS[self.way](self, torch.ones_like(ids.values(), dtype=torch.float32))
+            ids = self.kind(ids.keys(), ids.values() * kept, lengths=ids.lengths())
+        else:
+            ids = self.kept(ids)
+        pooled = [model.collections[0](ids).values(), model.collections[1](batch.ids[1]).values()]
+        dropped = torch.nn.functional.dropout(torch.cat(pooled, dim=1), 0.5, self.training)
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), dropped], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement(
+    "PIPE-709",
+    "A sharded module whose ids the forward draws at random MUST be left to it: every draw of a step is the loop's, by "
+    "functions and methods of torch's and by modules that drop. Where dropout draws nothing it is driven.",
+)
+@pytest.mark.parametrize("way", [*DRAWS, "a module"])
+@pytest.mark.parametrize("name", TRAINING)
+def test_drawn_on_the_way(pipeline: Any, name: str, way: str) -> None:
+    job, loop = _jobs(pipeline, lambda model: Thinned(model, pipeline, way))
+    postproc = {} if name == "TrainPipelineBase" else {"pipeline_postproc": True}
+    schedule, loader = job.schedule(name, **postproc, **_options(name)), iter(job.batches(4))
+    states = list[torch.Tensor]()
+    for step, batch in enumerate(loop.batches(4)):
+        torch.manual_seed(step)
+        expected = loop.step(batch)
+        states.append(torch.get_rng_state())
+        torch.manual_seed(step)
+        with succeeds("a step", where=f"{name} step {step}"):
+            output = schedule.progress(loader)
+        assert_bits(torch.get_rng_state(), states[-1], f"{name} step {step}: the generator")
+        assert_bits(output, expected, f"{name} step {step}")
+        assert_same_state(job, loop, f"{name} step {step}")
+    assert_equal([call.name for call in schedule.calls], ["model.collections.1"], where=f"{name}: what is driven")
+    if way == "dropout":
+        job.model.eval()
+        schedule.progress(iter(job.batches(1)))
+        assert_equal(len(schedule.calls), 2, where=f"{name}: what is driven in evaluation")
+
+
+class Lucky(torch.nn.Module):
+    """The job's model, whose scores are scaled by what Python and numpy draw."""
+
+    def __init__(self, model: Any, numpy: Any) -> None:
+        super().__init__()
+        self.model, self.numpy = model, numpy
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        losses, scores = self.model(batch)
+        scale = random.random() + (0.0 if self.numpy is None else float(self.numpy.rand()))
+        return losses * scale, scores * scale
+
+
+def _numpy() -> Any:
+    try:
+        return importlib.import_module("numpy.random")
+    except ImportError:
+        return None
+
+
+@requirement(
+    "PIPE-719",
+    "A forward that draws from Python's generator or numpy's MUST draw what it draws in the loop: pipelines that are "
+    "made, and switches of the mode, draw nothing.",
+)
+@pytest.mark.parametrize("name", TRAINING)
+def test_draws_of_other_generators(pipeline: Any, name: str) -> None:
+    numpy, found, state = _numpy(), list[Any](), random.getstate()
+    for each in _jobs(pipeline, lambda model: Lucky(model, _numpy())):
+        random.seed(3)
+        if numpy is not None:
+            numpy.seed(3)
+        schedule = None if found else each.schedule(name, **_options(name))
+        loader, outputs = iter(each.batches(4)), list[torch.Tensor]()
+        for mode in (True, False, False, True):
+            each.model.train(mode)
+            outputs.append(each.step(next(loader)) if schedule is None else schedule.progress(loader))
+        found.append((outputs, random.random(), None if numpy is None else float(numpy.rand())))
+    random.setstate(state)
+    for step, (got, expected) in enumerate(zip(found[0][0], found[1][0], strict=True)):
+        assert_bits(got, expected, f"{name} step {step}")
+    assert_equal(found[0][1:], found[1][1:], where=f"{name}: what is drawn next")

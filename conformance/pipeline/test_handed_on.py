@@ -249,7 +249,8 @@ def test_named_parameters(pipeline: Any) -> None:
 
 @requirement(
     "PIPE-641",
-    "An override of _next_batch that calls the pipeline's own MUST step as the loop does, a batch for each call; an "
+    "An override of _next_batch that calls the pipeline's own MUST step as the loop does, a batch for each call, which "
+    "pulled_count counts once, as of one that pulls by itself; an "
     "evaluation pipeline MUST use the engine that it is given or refuse it by name; and the context of a sharded "
     "module MUST keep the memory of its batch.",
 )
@@ -266,8 +267,19 @@ def test_own_batches(pipeline: Any) -> None:
                 self.count += found is not None
                 return found
 
-        job, loop = Job(pipeline, 3), Job(pipeline, 3)
+        class Alone(getattr(pipeline, name)):  # type: ignore[misc]
+            """Pulls in its own way."""
+
+            def _next_batch(self, dataloader_iter: Any) -> Any:
+                return next(dataloader_iter, None)
+
         options = {"start_batch": 10**6} if "Semi" in name else {}
+        for kind in (Mine, Alone):
+            job = Job(pipeline, 3)
+            schedule = kind(job.model, job.optimizer, job.device, **options)
+            schedule.progress(iter(job.batches(1)))
+            assert_equal(schedule.pulled_count, 1, where=f"{name}, {kind.__name__}: batches pulled")
+        job, loop = Job(pipeline, 3), Job(pipeline, 3)
         schedule = Mine(job.model, job.optimizer, job.device, **options)
         found = outputs_of(schedule, iter(job.batches(4)))
         assert_equal((len(found), schedule.count), (4, 4), where=f"{name}: outputs and batches")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from conformance.harness import Rank, assert_equal, assert_le, raises, requirement, succeeds
-from conformance.pipeline.cases import EXACT, WITHOUT_PREFETCH, Breaking, LoaderError, with_bad_id
+from conformance.pipeline.cases import EXACT, FUSED, WITHOUT_PREFETCH, Breaking, Context, LoaderError, with_bad_id
 from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
 from twinproof.errors import ConfigError, DistributedError, PipelineError
@@ -376,3 +376,114 @@ def _reset_with_held(rank: Rank) -> None:
 )
 def test_held_is_forgotten(rank_pool: Any) -> None:
     rank_pool.run(_reset_with_held, 2)
+
+
+class Refusing(Context):
+    """A context that cannot be made the first time that it is asked for the third batch."""
+
+    refusals: ClassVar[list[int]] = []
+
+    def __init__(self, *, index: int, version: int) -> None:
+        super().__init__(index=index, version=version)
+        if index == 2 and self.refusals:
+            raise LoaderError(f"context {self.refusals.pop()}")
+
+
+def _contexts_refused(pipeline: Any, rank: Rank | None) -> None:
+    job, loop = Job(pipeline, 4, rank), Job(pipeline, 4, rank)
+    refuses, errors = rank is None or rank.rank == 1, list[str]()
+    Refusing.refusals[:] = [2] if refuses else []
+    schedule = job.schedule("TrainPipelineSparseDist", context_type=Refusing)
+    loader, found = iter(job.batches(5)), list[torch.Tensor]()
+    for _ in range(8):
+        try:
+            found.append(schedule.progress(loader))
+        except StopIteration:
+            break
+        except (LoaderError, DistributedError) as error:
+            errors.append(type(error).__name__)
+    assert_equal(errors, ["LoaderError" if refuses else "DistributedError"], where="errors")
+    assert_equal((len(found), schedule.pulled_count, schedule.processed_count), (5, 5, 5), where="outputs and counts")
+    for number, (got, batch) in enumerate(zip(found, loop.batches(5), strict=True)):
+        assert_bits(got, loop.step(batch), f"output {number}")
+    assert_same_state(job, loop, "behind all")
+
+
+@requirement(
+    "PIPE-700",
+    "Where a batch's context cannot be made, the batch MUST be held and come with the next call, whose context can be: "
+    "none is lost, and the steps are the loop's.",
+)
+def test_contexts_refused(pipeline: Any) -> None:
+    _contexts_refused(pipeline, None)
+
+
+def _contexts_refused_on_one_rank(rank: Rank) -> None:
+    _contexts_refused(rank.component("pipeline"), rank)
+
+
+@requirement(
+    "PIPE-701",
+    "A context that one rank cannot make MUST stop every rank before anything is exchanged, by name, with all batches "
+    "held; and all MUST be able to go on.",
+)
+def test_contexts_refused_on_one_rank(rank_pool: Any) -> None:
+    rank_pool.run(_contexts_refused_on_one_rank, 2)
+
+
+def _interrupted_on_one_rank(rank: Rank, name: str) -> None:
+    pipeline = rank.component("pipeline")
+    job, loop = Job(pipeline, 4, rank), Job(pipeline, 4, rank)
+    schedule, is_struck = job.schedule(name, enqueue_batch_after_forward=True), rank.rank == 1
+    loader = Breaking(job.batches(5), {3} if is_struck else set[int](), KeyboardInterrupt())
+    outcomes, batches = list[str](), iter(loop.batches(5))
+    while schedule.processed_count < 5:
+        counted, output = schedule.processed_count, None
+        try:
+            output = schedule.progress(loader)
+        except (KeyboardInterrupt, DistributedError, StopIteration) as error:
+            outcomes.append(type(error).__name__)
+        if schedule.processed_count > counted:
+            expected = loop.step(next(batches))
+            if output is not None:
+                outcomes.append("done")
+                assert_bits(output, expected, f"{name} step {counted}")
+        assert_same_state(job, loop, f"{name} call {len(outcomes)}")
+    struck = ["done", "KeyboardInterrupt", "done", "done", "done"]
+    others = ["done", "done", "DistributedError", "done", "done", "done"]
+    assert_equal(outcomes, struck if is_struck else others, where=f"{name}: outcomes")
+
+
+@requirement(
+    "PIPE-720",
+    "An interrupt in one rank's loader, read behind the forward, MUST come out at the end of its call, and as "
+    "DistributedError of the others' next call, before which nothing is exchanged: all go on with the loop's bits.",
+)
+def test_interrupts_behind_on_one_rank(rank_pool: Any) -> None:
+    for name in ("TrainPipelineSparseDist", FUSED):
+        rank_pool.run(_interrupted_on_one_rank, 2, name)
+
+
+@requirement(
+    "PIPE-702",
+    "An interrupt or an exit in a loader that is read behind the forward MUST come out at the end of that very call, "
+    "with the step whole and counted; the next calls go on without a batch lost.",
+)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_interrupts_behind_the_forward(pipeline: Any, kind: type[BaseException]) -> None:
+    for name in ("TrainPipelineSparseDist", FUSED):
+        job, loop = Job(pipeline, 5), Job(pipeline, 5)
+        schedule = job.schedule(name, enqueue_batch_after_forward=True)
+        loader, outcomes = Breaking(job.batches(6), {3}, kind()), list[str]()
+        for number, batch in enumerate(loop.batches(6)):
+            expected, output = loop.step(batch), None
+            try:
+                output = schedule.progress(loader)
+            except (KeyboardInterrupt, SystemExit) as error:
+                outcomes.append(type(error).__name__)
+            else:
+                outcomes.append("done")
+                assert_bits(output, expected, f"{name} step {number}")
+            assert_same_state(job, loop, f"{name} step {number}")
+            assert_equal(schedule.processed_count, number + 1, where=f"{name}: steps counted")
+        assert_equal(outcomes, ["done", kind.__name__, *["done"] * 4], where=f"{name}: outcomes")

@@ -417,6 +417,49 @@ def test_looked_up_without_gradients(pipeline: Any, name: str, how: str) -> None
     assert_same_state(job, loop, name)
 
 
+class Doubling(torch.nn.Module):
+    """The job's model, which in evaluation doubles in place what it looks up."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        model, dense = self.model, torch.tanh(self.model.bottom(batch.dense))
+        pooled = [model.collections[0](batch.ids[0]).values(), model.collections[1](batch.ids[1]).values()]
+        if not self.training:
+            for each in pooled:
+                each.mul_(2.0)
+        scores = model.top(torch.cat([dense, *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+@requirement(
+    "PIPE-703",
+    "What is looked up ahead inside inference mode MUST be such that a step outside of it may change it in place, as "
+    "what the loop looks up, and the other way round.",
+)
+def test_ahead_of_inference_mode(pipeline: Any) -> None:
+    variants: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("EvalPipelineFusedSparseDist", {"enable_embedding_lookup_prefetch": True}),
+        ("TrainPipelineSemiSync", {"start_batch": 0}),
+        (FUSED, {"embedding_lookup_before_optimizer": True}),
+    )
+    for name, options in variants:
+        job, loop = Job(pipeline, 4), Job(pipeline, 4)
+        for each in (job, loop):
+            model: Any = Doubling(each.model).eval()
+            each.model = model
+        schedule, loader = job.schedule(name, **options), iter(job.batches(6))
+        for step, batch in enumerate(loop.batches(6)):
+            with torch.inference_mode(step % 2 == 0), torch.no_grad():
+                expected = loop.step(batch)
+                with succeeds("a step", where=f"{name} step {step}"):
+                    output = schedule.progress(loader)
+                assert_bits(output, expected, f"{name} step {step}")
+
+
 @requirement("PIPE-055", "A pipeline MUST leave no thread behind, however it ends.")
 def test_threads(pipeline: Any) -> None:
     before = threading.active_count()

@@ -294,3 +294,98 @@ def test_interrupted_exchanges(pipeline: Any) -> None:
     named = ("DistributedError", True)
     assert_equal(raised, [("KeyboardInterrupt", False), named, named], where="raised")
     assert_equal(calls, [0], where="tries")
+
+
+@torch.fx.wrap
+def _checked(ids: Any, target: torch.Tensor) -> Any:
+    """The ids; those of a batch of seven samples are refused."""
+    if target.numel() == 7:
+        raise LoaderError("not these")
+    return ids
+
+
+class Checking(torch.nn.Module):
+    """The job's model, whose second ids a function has looked at."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        model = self.model
+        checked = _checked(batch.ids[1], batch.target)
+        pooled = [model.collections[0](batch.ids[0]).values(), model.collections[1](checked).values()]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0]
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+class Foreign(torch.nn.Module):
+    """A sharded collection that has the three steps and no more, as another library's."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+        self.create_context, self.input_dist, self.output_dist = own.create_context, own.input_dist, own.output_dist
+        self.compute = own.compute
+
+    def forward(self, ids: Any) -> Any:
+        """Its own."""
+        return self.own(ids)
+
+
+def _failing_on_the_way(rank: Rank, name: str, is_foreign: bool) -> None:
+    pipeline = rank.component("pipeline")
+    job, loop = Job(pipeline, 4, rank), Job(pipeline, 4, rank)
+    given, failed = job.batches(8), list[int]()
+    if rank.rank == 1 or is_foreign:
+        given[2] = job.batch(2, stride=7)
+    for each in (job, loop):
+        if is_foreign:
+            each.model.collections[0] = Foreign(each.collections[0])
+        model: Any = Checking(each.model)
+        each.model = model
+    schedule = job.schedule(name, **({"start_batch": 4} if "Semi" in name else {}))
+    own = schedule.extract_model_input_from_batch
+
+    def extract(batch: Batch) -> Any:
+        if batch.target.numel() == 7:
+            failed.append(schedule.processed_count)
+        return own(batch)
+
+    schedule.extract_model_input_from_batch = extract
+    loader, errors = iter(given), list[tuple[int, str]]()
+    while len(errors) < 2:
+        try:
+            schedule.progress(loader)
+        except Exception as error:
+            errors.append((schedule.processed_count, type(error).__name__))
+    at, mine = failed[0] if is_foreign else 2, bool(failed)
+    expected = [(at, "LoaderError" if mine else "DistributedError"), (at, "PipelineError")]
+    assert_equal(errors, expected, where=f"{name}: steps before, and what was raised")
+    for batch in loop.batches(at):
+        loop.step(batch)
+    assert_same_state(job, loop, f"{name}: the steps before")
+    schedule.reset()
+    with succeeds("a step", where=f"{name}, behind reset()"):
+        schedule.progress(loader)
+
+
+@requirement(
+    "PIPE-698",
+    "What a forward raises on one rank on the way to a sharded module MUST come out at that batch's step, as it is "
+    "there and as DistributedError on the others; the steps before are whole, and all go on behind reset().",
+)
+def test_failing_on_the_way(rank_pool: Any) -> None:
+    for name in (FUSED, "PrefetchTrainPipelineSparseDist", "TrainPipelineSemiSync"):
+        rank_pool.run(_failing_on_the_way, 2, name, False)
+
+
+@requirement(
+    "PIPE-699",
+    "On several ranks, what a forward raises on the way to a sharded module that cannot tell the others MUST come out "
+    "of the call of progress() in which it was raised; every later one is refused by name until reset().",
+)
+def test_failing_on_the_way_to_others(rank_pool: Any) -> None:
+    for name in (FUSED, "TrainPipelineSparseDist"):
+        rank_pool.run(_failing_on_the_way, 2, name, True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 
-from conformance.harness import Rank, assert_equal, requirement, succeeds
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import place_of
 from conformance.pipeline.cases import EVAL_FUSED, EVALUATION, FUSED, TRAINING
-from conformance.pipeline.jobs import Between, Job, Shifted, assert_same_state
+from conformance.pipeline.jobs import Batch, Between, Job, Shifted, assert_same_state
 from conformance.pipeline.model import assert_bits
 from conformance.pipeline.sharding import collection_of
+from twinproof.errors import PipelineError
 
 
 class Part(torch.nn.Module):
@@ -191,3 +193,155 @@ def test_tables_that_go(pipeline: Any) -> None:
         assert_equal(output.tolist(), [4 * number] * 2, where=f"step {step}")
         number += 1.0
         _replace_weight(holder, number)
+
+
+class Rule:
+    """What a forward may go by."""
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+
+class Ruled(torch.nn.Module):
+    """The job's model, whose first ids are divided by what it reads of itself: 1, where nobody has edited it.
+
+    ``note`` is called with each batch.
+    """
+
+    by = 1
+
+    def __init__(self, model: Any, pipeline: Any, note: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.model, self.shifted, self.kind = model, Divided(pipeline, model.bottom.weight.device), [pipeline]
+        self.plain, self.rule, self.steps, self.unread, self.scale = 1, Rule(1), 0, 0, 1.0
+        self.note = note
+
+    def forward(self, batch: Batch) -> Any:
+        """As the model."""
+        self.note(batch)
+        self.steps += 1
+        model, ids, by = self.model, batch.ids[0], self.plain * self.rule.by * self.by
+        divided = self.kind[0].KeyedJaggedTensor(ids.keys(), ids.values() // by, lengths=ids.lengths())
+        pooled = [model.collections[0](divided).values(), model.collections[1](self.shifted(batch.ids[1])).values()]
+        scores = model.top(torch.cat([torch.tanh(model.bottom(batch.dense)), *pooled], dim=1))[:, 0] * self.scale
+        return (scores - batch.target).square().mean().reshape(1), scores.detach()
+
+
+def _shifted_by(model: Any, number: int) -> None:
+    model.shifted = Divided(model.kind[0], model.model.bottom.weight.device)
+    model.shifted.plain = number
+
+
+# How a model's number becomes another one.
+RULES: dict[str, Callable[[Any, int], Any]] = {
+    "a number": lambda model, number: setattr(model, "plain", number),
+    "an object": lambda model, number: setattr(model, "rule", Rule(number)),
+    "what the class has": lambda model, number: setattr(model, "by", number),
+    "a part": _shifted_by,
+}
+
+
+def _ruled(pipeline: Any, rank: Rank | None = None) -> tuple[Job, Job, list[int]]:
+    """A job, its loop, and what notes the traces of the first."""
+    job, loop = (Job(pipeline, 4, rank, kinds=("table_wise", "row_wise")) for _ in range(2))
+    traced = list[int]()
+
+    def note(batch: Any) -> None:
+        if isinstance(batch, torch.fx.Proxy):
+            traced.append(1)
+
+    for each in (job, loop):
+        ruled: Any = Ruled(each.model, pipeline, note)
+        each.model = ruled
+    return job, loop, traced
+
+
+def _assert_rules(pipeline: Any, name: str, edit: Callable[[Any, int], Any], rank: Rank | None, *, own: bool) -> None:
+    """A schedule is the loop where each step but the first two is behind an edit, on this rank where it is its own."""
+    job, loop, _ = _ruled(pipeline, rank)
+    schedule, loader = job.schedule(name, **_options(name)), iter(job.batches(6))
+    for step, batch in enumerate(loop.batches(6)):
+        for each in (job, loop) if own and step > 1 else ():
+            edit(each.model, 1 + step % 3)
+        with succeeds("a step", where=f"{name} step {step}"):
+            output = schedule.progress(loader)
+        assert_bits(output, loop.step(batch), f"{name} step {step}")
+        assert_same_state(job, loop, f"{name} step {step}")
+
+
+@requirement(
+    "PIPE-705",
+    "What a forward reads of its modules on the way to a sharded one MUST be as it is at the batch's own step: numbers "
+    "and objects that attributes name, and parts, assigned before it.",
+)
+@pytest.mark.parametrize("edited", RULES)
+@pytest.mark.parametrize("name", TRAINING)
+def test_edits_of_forwards(pipeline: Any, name: str, edited: str) -> None:
+    _assert_rules(pipeline, name, RULES[edited], None, own=True)
+
+
+def _ruled_on_one_rank(rank: Rank) -> None:
+    pipeline = rank.component("pipeline")
+    for name in (FUSED, "TrainPipelineSparseDist"):
+        _assert_rules(pipeline, name, RULES["a number"], rank, own=rank.rank == 1)
+
+
+@requirement(
+    "PIPE-706",
+    "A number that a forward reads on the way to a sharded module, and that one rank alone assigns, MUST be seen by "
+    "that rank's next batch, and no rank wait for another.",
+)
+def test_edits_of_forwards_on_one_rank(rank_pool: Any) -> None:
+    rank_pool.run(_ruled_on_one_rank, 2)
+
+
+@requirement(
+    "PIPE-707",
+    "A forward MUST be traced again where what it reads on the way to sharded modules was assigned, once, and not for "
+    "what it reads behind them, never reads, or assigns by itself.",
+)
+def test_traces_of_edits(pipeline: Any) -> None:
+    edits: dict[str, tuple[Callable[[Any, int], Any], int]] = {
+        "nothing": (lambda model, number: None, 0),
+        "what is read behind": (lambda model, number: setattr(model, "scale", float(number)), 0),
+        "what nobody reads": (lambda model, number: setattr(model, "unread", number), 0),
+        "the same number": (lambda model, number: setattr(model, "plain", 2 - 1), 0),
+        "a number": (RULES["a number"], 4),
+        "a number, and back": (lambda model, number: setattr(model, "plain", 5 if number == 4 else 1), 2),
+    }
+    for what, (edit, count) in edits.items():
+        job, _, traced = _ruled(pipeline)
+        schedule, loader, model = job.schedule(FUSED), iter(job.batches(6)), job.model
+        schedule.progress(loader)
+        traced.clear()
+        for number in range(2, 6):
+            edit(model, number)
+            schedule.progress(loader)
+        assert_equal(len(traced), count, where=f"{what}: traces")
+
+
+@requirement(
+    "PIPE-708",
+    "A forward that is put on the model itself MUST be refused where it calls a sharded module with something else "
+    "than what was made ahead, before anything is updated; one that calls it with the same goes on.",
+)
+@pytest.mark.parametrize("name", TRAINING)
+def test_forwards_put_on_the_model(pipeline: Any, name: str) -> None:
+    job, loop, _ = _ruled(pipeline)
+    schedule, loader, batches = job.schedule(name), iter(job.batches(4)), loop.batches(4)
+    assert_bits(schedule.progress(loader), loop.step(batches[0]), f"{name}, its class's own")
+    own: Any = Ruled.forward
+    job.model.forward = MethodType(own, job.model)  # type: ignore[method-assign]
+    with succeeds("a step", where=f"{name}, the same"):
+        output = schedule.progress(loader)
+    assert_bits(output, loop.step(batches[1]), f"{name}, the same")
+
+    def changed(model: Any, batch: Batch) -> Any:
+        ids = batch.ids[0]
+        halves = pipeline.KeyedJaggedTensor(ids.keys(), ids.values() // 2, lengths=ids.lengths())
+        return own(model, Batch(batch.dense, [halves, batch.ids[1]], batch.target))
+
+    job.model.forward = MethodType(changed, job.model)  # type: ignore[method-assign]
+    with raises(PipelineError, mentions=("model.collections.0",), where=f"{name}, another"):
+        schedule.progress(loader)
+    assert_same_state(job, loop, f"{name}, another")

@@ -96,7 +96,7 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
         dmp_collection_sync_interval_batches: every how many batches torchrec's ``DMPCollection`` averages its
             replicas, behind the backward; None is never. Schedules without the argument do it for each batch.
         enqueue_batch_after_forward: pull the last batch ahead behind the forward; what its loader raises comes out of
-            the next call.
+            the next call, an interrupt or an exit at the end of this one, with the step whole and counted.
         enable_inplace_copy_batch: allocate copies on the caller's stream, so that its memory is used again sooner.
         strict: refuse an optimizer that updates what a lookup reads.
 
@@ -235,18 +235,18 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
         """One step; see the class. Raises StopIteration when no batch is left."""
         if self._failed:
             raise PipelineError("a step failed on some rank", got="progress()", expected="reset()", where="progress")
+        if self._deferred:
+            raise self._deferred.pop()
         if self._attachment is None:
             self.attach(sparse_dist=False)
-        elif self._traces.follow(self._refuse_late) or self._attachment.is_overlaid():
-            # What was sent, and perhaps looked up, is of another mode, or of the forward that a module had.
+        elif self._traces.follow(self._refuse_late, self.agree) or self._attachment.is_overlaid():
+            # What was sent, and perhaps looked up, is of another mode, of what was read then, or of another forward.
             self.detach()
             self._drive()
         for in_flight in outdated(self._queue, self.agree):
             self._recall(in_flight)
         self._check_reducers()
         self._take_loader(dataloader_iter)
-        if self._deferred:
-            raise self._deferred.pop()
         self.fill_pipeline(dataloader_iter)
         if not self._queue or (self._dataloader_exhausted and not self._execute_all):
             raise self._forget_loader()
@@ -262,6 +262,9 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
         finally:
             self._current = self._late = None
         self.processed_count += 1
+        if self._deferred and not isinstance(self._deferred[0], Exception):
+            # An interrupt, or what ends the program: nobody may ask for another step.
+            raise self._deferred.pop()
         return output
 
     def _check_reducers(self) -> None:
@@ -356,13 +359,15 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
 
     def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
         """A batch as the loader gives it, if every rank has one; None if not, and from then on."""
-        return self._taken(dataloader_iter, lambda batch: batch)
+        return self._taken(dataloader_iter, lambda: None, lambda batch, _: batch)
 
-    def _taken(self, dataloader_iter: Iterator[In], prepare: Callable[[In], Made]) -> Made | None:
-        """What is made of the next batch, if every rank has one; None if not, and from then on.
+    def _taken(
+        self, dataloader_iter: Iterator[In], begin: Callable[[], Any], prepare: Callable[[In, Any], Made]
+    ) -> Made | None:
+        """What is made of the next batch and of what ``begin`` gives, if every rank has one; None if not, from then on.
 
-        What fails on one rank fails on all before anything is exchanged. The others hold their batch; as in a loop, one
-        that could not be prepared is gone.
+        What fails on one rank fails on all before anything is exchanged. The others hold their batch, and so does that
+        rank where ``begin`` failed; as in a loop, one that could not be prepared is gone.
         """
         self._take_loader(dataloader_iter)
         if self._dataloader_exhausted:
@@ -373,13 +378,14 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
         try:
             if not self._held:
                 self._held.append(self._next())
+            begun = begin()
         except StopIteration:
             said = _EXHAUSTED
         except BaseException as error:
             failures, said = [error], _FAILED
         if said == _HAS_BATCH:
             try:
-                made = prepare(self._held[0])
+                made = prepare(self._held[0], begun)
             except BaseException as error:
                 failures, said = [error], _FAILED
                 self._held.popleft()
@@ -455,14 +461,38 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
         """Start the exchange of ids for every module."""
         in_flight.was_sent = True
         postprocs = {name: module for call in self.calls for name, module in call.postprocs.items()}
-        values = FromBatch(self.extract_model_input_from_batch(in_flight.batch), postprocs)
+        values = FromBatch(lambda: self.extract_model_input_from_batch(in_flight.batch), postprocs)
+        failure: Exception | None = None
         with in_flight.reading(postprocs.values()):
-            for call in self.calls:
-                positional, named = in_flight.asked[call.name] = call.arguments(values)
-                in_flight.contexts[call.name] = call.module.create_context()
-                in_flight.dists[call.name] = call.module.input_dist(in_flight.contexts[call.name], *positional, **named)
+            try:
+                for call in self.calls:
+                    failure = failure or self._asked_for(in_flight, call, values)
+                    ctx = in_flight.contexts[call.name] = call.module.create_context()
+                    if failure is None:
+                        positional, named = in_flight.asked[call.name]
+                        in_flight.dists[call.name] = call.module.input_dist(ctx, *positional, **named)
+                    else:
+                        in_flight.dists[call.name] = call.module._failed_dist(ctx, failure, self._device)
+            finally:
+                del failure  # Its traceback may have this frame.
         in_flight.prepared |= values.results
         in_flight.asked |= values.asked
+
+    def _asked_for(self, in_flight: BatchContext, call: Call, values: FromBatch) -> Exception | None:
+        """Note what a module is called with; or what is raised on the way there, where the other ranks can be told.
+
+        Where they cannot, they wait for this rank: what is raised comes out at once, and not at the batch's turn.
+        """
+        try:
+            in_flight.asked[call.name] = call.arguments(values)
+        except Exception as error:
+            if self._world_size == 1:
+                raise
+            if all(hasattr(each.module, "_failed_dist") for each in self.calls):
+                return error
+            self._failed = True
+            raise
+        return None
 
     def _receive(self, in_flight: BatchContext) -> None:
         """End the exchange of sizes, which starts that of ids."""
@@ -491,6 +521,8 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
         try:
             yield
         except Exception as error:
+            if self._failed:
+                raise
             batch.failure = error
         except BaseException:
             # Half of an exchange is none, and ranks may have come to different points of theirs.
@@ -582,68 +614,34 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
     def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
         """The next batch on the device, and its context; None for both when there is none."""
         if type(self)._next_batch is not Pipeline._next_batch:
-            # Whoever pulls in their own way does not count.
-            batch = self._next_batch(dataloader_iter)
-            self.pulled_count += batch is not None
-            made = None if batch is None else self._stages.copy(batch)
+            # Whoever pulls in their own way does not count, and whoever asks the pipeline's own has counted.
+            counted, batch = self.pulled_count, self._next_batch(dataloader_iter)
+            self.pulled_count = max(self.pulled_count, counted + (batch is not None))
+            made = None if batch is None else self._copied(batch, self._create_context())
         else:
-            made = self._taken(dataloader_iter, self._stages.copy)
+            made = self._taken(dataloader_iter, self._create_context, self._copied)
         if made is None:
             return None, None
-        self._made = made
-        self._made.index = self._next_index
-        self._made.given_context = self._create_context()
-        self._next_index = self._made.index + 1
-        return self._made.batch, self._made.context
+        self._made, self._next_index = made, made.index + 1
+        return made.batch, made.context
+
+    def _copied(self, batch: In, context: Any) -> BatchContext:
+        made: BatchContext = self._stages.copy(batch)
+        made.index, made.given_context = self._next_index, context
+        return made
 
     def inplace_copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, Any]:
         """As ``copy_batch_to_gpu``, where ``enable_inplace_copy_batch`` is asked for."""
         return self.copy_batch_to_gpu(dataloader_iter)
-
-    def start_sparse_data_dist(self, batch: In | None, context: Any) -> None:
-        """Start the exchange of sizes."""
-        found = None if batch is None else self._found(context)
-        if found is not None and not found.was_sent:
-            with made_for_training():
-                self._stages.send(found, lambda: self._send(found))
-
-    def wait_sparse_data_dist(self, context: Any) -> None:
-        """End the exchange of sizes, and start that of ids."""
-        found = self._found(context)
-        if not found.was_received:
-            self._stages.receive(lambda: self._receive(found))
-
-    def extract_model_input_from_batch(self, batch: In) -> Any:
-        """What the arguments of sharded modules are computed from."""
-        return batch
-
-    def clear_sparse_data_dist_inputs(self, context: Any) -> None:
-        """Nothing: what an exchange was given goes with its lookup."""
-
-    def _init_pipelined_modules(self, batch: In, context: Any, pipelined_forward: Any = None) -> None:
-        """Called when the first batch has come into an empty pipeline; modules are driven already."""
 
     def _create_context(self) -> Any:
         """What stages are given beside the next batch; None is the pipeline's own."""
         kind = self.options.context_type
         return None if kind is None else kind(index=self._next_index, version=1)
 
-    def _wait_for_batch(self) -> None:
-        """Called before each forward; whoever needs the batch on the device waits for it besides."""
-
     def _backward(self, losses: torch.Tensor) -> None:
         """The backward of the sum of losses."""
         torch.sum(check_losses(losses, self._model), dim=0).backward()  # type: ignore[no-untyped-call]
-
-    def _found(self, context: Any) -> BatchContext:
-        """The batch in flight that a context belongs to."""
-        if isinstance(context, BatchContext):
-            return context
-        for in_flight in (*self._queue, self._made):
-            if in_flight is not None and in_flight.given_context is context:
-                return in_flight
-        got, expected = type(context).__name__, "the context of one"
-        raise PipelineError("the context of no batch in flight", got=got, expected=expected, where="a stage")
 
     def _adopted(self, batch: Any, context: Any = None) -> BatchContext:
         """A batch that somebody else moved to the device, in flight."""
@@ -666,7 +664,7 @@ class LookupPipeline(Pipeline[In, Out]):
 
         Where the batch is not the next one, it is looked up again then. Ranks wait for each other, and stop at once.
         """
-        with self.failure_noted(batch):
+        with self.failure_noted(batch), made_for_training():
             self.start_embedding_lookup(batch.batch, batch.context)
         failures = [] if batch.failure is None else [batch.failure]
         if failures:

@@ -743,6 +743,19 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         ctx.device = place_of(features)
         return self._exchange.input_dist(ctx, lambda: self._local_bags(ctx, features))
 
+    def _failed_dist(self, ctx: ShardedContext, failure: Exception, device: Any) -> Awaitable[Awaitable[list[Bags]]]:
+        """In place of ``input_dist`` where this rank has no features: every rank raises, the others DistributedError.
+
+        As ``input_dist`` does for what it raises on one rank; ``device`` is where the batch is.
+        """
+        ctx.device, failures = torch.device(device), [failure]
+        del failure
+
+        def select() -> Bags:
+            raise failures.pop()
+
+        return self._exchange.input_dist(ctx, select)
+
     def compute(self, ctx: ShardedContext, dist_input: list[Bags]) -> list[torch.Tensor]:
         """This rank's lookups: float32 [all ranks' samples, columns] each, then the data-parallel tables' own."""
         if self.feature_processors is not None:

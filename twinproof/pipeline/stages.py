@@ -32,13 +32,15 @@ from twinproof.pipeline.jagged import with_items, with_tensors
 from twinproof.pipeline.sharding import Awaitable
 from twinproof.pipeline.tracing import (
     IN_PLACE,
+    Reads,
     Tracer,
     alone,
     assigned,
-    collections_in,
+    drawn_apart,
+    draws,
     is_sharded,
+    left_as_they_were,
     read_by,
-    restore,
 )
 
 __all__ = [
@@ -104,6 +106,11 @@ class Call:
         self.name, self.module, self.arguments, self.postprocs = name, module, arguments, dict(postprocs)
         self.formula = (name, *formula)
 
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """Equal where the same modules, themselves, are called with the same."""
+        return self.formula, self.module, self.postprocs
+
     def is_late(self, optimizer: torch.optim.Optimizer, trained: set[int]) -> bool:
         """Whether the optimizer updates what the lookup reads: data-parallel tables, processors, tied weights."""
         listed = getattr(self.module, "listed_parameters", self.module.parameters)
@@ -136,7 +143,7 @@ class FromBatch:
         asked: what each of them was called with.
     """
 
-    def __init__(self, batch: Any, postprocs: Mapping[str, torch.nn.Module]) -> None:
+    def __init__(self, batch: Callable[[], Any], postprocs: Mapping[str, torch.nn.Module]) -> None:
         self._batch, self._values, self._postprocs = batch, dict[torch.fx.Node, Any](), postprocs
         self.results: dict[str, Any] = {}
         self.asked: dict[str, Arguments] = {}
@@ -149,7 +156,7 @@ class FromBatch:
 
     def _compute(self, node: torch.fx.Node) -> Any:
         if node.op == "placeholder":
-            return self._batch
+            return self._batch()
         positional, named = _evaluated((node.args, node.kwargs), self.value)
         if node.op == "call_function":
             return node.target(*positional, **named)  # type: ignore[operator]
@@ -168,7 +175,7 @@ class FromBatch:
 
 
 def _postprocs_of(graph: torch.fx.Graph, modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """Modules that may run ahead of the model: without parameters that are trained, and called once."""
+    """Modules that may run ahead of the model: without parameters that are trained or dropout, and called once."""
     names = [str(node.target) for node in graph.nodes if node.op == "call_module"]
     return {
         name: modules[name]
@@ -176,6 +183,7 @@ def _postprocs_of(graph: torch.fx.Graph, modules: Mapping[str, torch.nn.Module])
         if names.count(name) == 1
         and not is_sharded(modules[name])
         and not any(param.requires_grad for param in modules[name].parameters())
+        and not any(isinstance(part, torch.nn.modules.dropout._DropoutNd) for part in modules[name].modules())
     }
 
 
@@ -265,54 +273,17 @@ def _formula_of(node: torch.fx.Node) -> tuple[Any, ...]:
     return (*steps, arguments)
 
 
-@contextlib.contextmanager
-def _left_as_they_were(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Take back what a forward assigns in a trace, or writes in buffers, where nothing has been computed.
-
-    Attributes that torch adds for constants, too: each trace would leave some. So are lists, dictionaries, sets and
-    deques that attributes name, and those inside of them: a trace would leave values of its own there.
-    """
-    before = [(module, [dict(each) for each in _named_things(module)]) for module in modules]
-    collected = collections_in([vars(module) for module in modules])
-    held = [buffer for module in modules for buffer in module.buffers(recurse=False)]
-    with torch.no_grad():
-        written = [(buffer, _version_of(buffer), buffer.clone()) for buffer in held]
-    try:
-        yield
-    finally:
-        for module, known in before:
-            for now, then in zip(_named_things(module), known, strict=True):
-                for name in now.keys() - then.keys():
-                    del now[name]
-                now.update(then)
-        for collection, parts in collected:
-            restore(collection, parts)
-        for buffer, version, value in written:
-            if version is None or buffer._version != version:
-                # What was made in inference mode is written there alone, and other tensors are counted outside.
-                with torch.inference_mode() if version is None else torch.no_grad():
-                    buffer.copy_(value)
-
-
-def _version_of(tensor: torch.Tensor) -> int | None:
-    """What torch counts of writes; None of a tensor that was made in inference mode, where it counts none."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _named_things(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """By name: attributes, and those of torch's that are kept apart."""
-    return [vars(module), *(vars(module).get(name, {}) for name in ("_parameters", "_buffers", "_modules"))]
-
-
-def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known: Sequence[Call] = ()) -> list[Call]:
+def find_calls(
+    model: torch.nn.Module, *, pipeline_postproc: bool = False, known: Sequence[Call] = (), reads: Reads | None = None
+) -> list[Call]:
     """The sharded modules of a model of one argument, in the order of their calls.
 
     Further arguments have their defaults, for a pipeline calls the model with the batch alone.
 
-    A module whose arguments need more than the batch, or are changed in place, is left to the model, with a line in the
-    log. With ``pipeline_postproc`` modules between the batch and a sharded one run ahead with its exchange, once a
-    batch, if nothing in them is trained. ``known`` are those of another mode: a trace that fails behind the same calls
-    is taken for theirs.
+    A module whose arguments need more than the batch, or are changed in place or drawn at random, is left to the model,
+    with a line in the log. With ``pipeline_postproc`` modules between the batch and a sharded one run ahead with its
+    exchange, once a batch, if nothing in them is trained. ``known`` are those of another mode: a trace that fails
+    behind the same calls is taken for theirs. ``reads`` gets what the trace goes by.
 
     Raises:
         ConfigError: a model that cannot be traced, or that calls a sharded module twice.
@@ -321,11 +292,12 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
     if not any(is_sharded(module) for module in inner.modules()):
         return []
     has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    tracer, devices = Tracer(), [torch.cuda.current_device()] if has_device else []
+    tracer, devices = Tracer(reads), [torch.cuda.current_device()] if has_device else []
     looked_into = [module for name, module in inner.named_modules() if not tracer.is_leaf_module(module, name)]
     try:
         # A forward that draws by itself draws in a trace, too.
-        with alone(), torch.random.fork_rng(devices), _left_as_they_were(looked_into):
+        noted = contextlib.nullcontext() if reads is None else reads.noted()
+        with alone(), drawn_apart(devices), left_as_they_were(looked_into), noted:
             try:
                 graph = tracer.trace(inner)
             except Exception as error:
@@ -334,6 +306,7 @@ def find_calls(model: torch.nn.Module, *, pipeline_postproc: bool = False, known
     finally:
         # A function of torch's that calls itself keeps the tracer, and with it the model, until a garbage collection.
         tracer.root, tracer.tensor_attrs, tracer.submodule_paths = torch.nn.Module(), {}, None
+        tracer.reads = None
     calls = _calls_in(graph, inner, pipeline_postproc=pipeline_postproc) if known or failure is None else []
     try:
         if failure is not None and (not calls or [call.formula for call in calls] != [call.formula for call in known]):
@@ -357,6 +330,8 @@ def _calls_in(graph: torch.fx.Graph, inner: torch.nn.Module, *, pipeline_postpro
             why = "its input is more than the batch"
         elif _changed_before(node, numbers, sharded):
             why = "the forward changes its input in place"
+        elif any(map(draws, _on_the_way(node))):
+            why = "its input is drawn at random"
         # What is prepared belongs to one call: in whichever order, no other one may find it, or find nothing.
         if name in calls or (name in left and not why):
             message, expected = "a sharded module is called twice in one forward", "one call of each"
@@ -391,21 +366,31 @@ class Traces:
 
     def __init__(self, model: torch.nn.Module, *, pipeline_postproc: bool) -> None:
         self._model, self._pipeline_postproc = model, pipeline_postproc
-        # What is looked into; what is not decides nothing on the way to a sharded module.
-        inner, is_leaf = unwrapped(model), Tracer().is_leaf_module
-        self._open = [module for name, module in inner.named_modules() if not is_leaf(module, name)]
-        self.calls = find_calls(model, pipeline_postproc=pipeline_postproc)
-        self._found = {self._modes(): self.calls}
+        self.calls: list[Call] = []
+        self._reads, self.calls = self._traced()
+        self._found = {self._modes(): (self._reads, self.calls)}
         self._seen = self._modes(), self._modes_ahead()
 
+    def _traced(self) -> tuple[Reads, list[Call]]:
+        """A trace of now, and what it goes by."""
+        # What is looked into; what is not decides nothing on the way to a sharded module.
+        inner, is_leaf = unwrapped(self._model), Tracer().is_leaf_module
+        self._open = [module for name, module in inner.named_modules() if not is_leaf(module, name)]
+        reads, postproc = Reads(self._open), self._pipeline_postproc
+        return reads, find_calls(self._model, pipeline_postproc=postproc, known=self.calls, reads=reads)
+
     def has_hooks(self) -> bool:
-        """Whether somebody hooked a module on the way, or all modules, who may change what is called with what."""
+        """Whether somebody hooked a module on the way, or all modules, who may change what is called with what.
+
+        Or has put a forward on the model itself: a trace follows that of its class.
+        """
         everywhere: Any = torch.nn.modules.module
         if everywhere._global_forward_pre_hooks or everywhere._global_forward_hooks:
             return True
         on_the_way = {module for call in self.calls for module in (call.module, *call.postprocs.values())}
         modules = (*self._open, *_layers(self._model), *on_the_way)
-        return any(each._forward_pre_hooks or each._forward_hooks for each in modules)
+        is_hooked = any(each._forward_pre_hooks or each._forward_hooks for each in modules)
+        return is_hooked or "forward" in vars(unwrapped(self._model))
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._open)
@@ -415,21 +400,26 @@ class Traces:
         ahead = (module for call in self.calls for module in call.postprocs.values())
         return tuple(each.training for module in ahead for each in module.modules())
 
-    def follow(self, check: Callable[[list[Call]], None]) -> bool:
-        """Whether what is computed ahead is another thing in the mode of now; ``check`` may refuse its calls.
+    def follow(self, check: Callable[[list[Call]], None], agree: Callable[[int], int]) -> bool:
+        """Whether what is computed ahead is another thing in the mode of now, or by what is read now.
 
-        A mode is traced once.
+        ``check`` may refuse its calls. ``agree``, the least of all ranks' words, is asked where plain values decide. A
+        mode is traced once, and again where what it goes by has changed.
         """
         modes, modes_ahead = self._modes(), self._modes_ahead()
-        if (modes, modes_ahead) == self._seen:
+        is_same, asks = self._reads.are_same() and (modes, modes_ahead) == self._seen, self._reads.has_values
+        if agree(int(is_same)) if asks else is_same:
             return False
-        if modes not in self._found:
-            calls = find_calls(self._model, pipeline_postproc=self._pipeline_postproc, known=self.calls)
+        if modes not in self._found or not self._found[modes][0].are_same():
+            reads, calls = self._traced()
             check(calls)
-            self._found[modes] = calls
-        found, before = self._found[modes], self.calls
-        is_other = [call.formula for call in found] != [call.formula for call in before]
+            modes = self._modes()
+            self._found[modes] = reads, calls
+        (self._reads, found), before = self._found[modes], self.calls
+        is_other = [call.way for call in found] != [call.way for call in before]
         is_other |= modes_ahead != self._seen[1]
+        if asks:
+            is_other = not agree(int(not is_other))
         self.calls = found if is_other else before
         self._seen = modes, self._modes_ahead()
         return is_other
@@ -539,7 +529,7 @@ def check_asked(name: str, ahead: Arguments, given: Arguments) -> None:
     """Demand that a module is called with what was computed ahead. Raises PipelineError."""
     if not _same(ahead, given):
         raise PipelineError(
-            "a hook changed what a module is called with, but its result was made ahead",
+            "a hook or a forward of the model's own changed what a module is called with whose result was made ahead",
             got="other arguments than the forward's",
             expected="a loader, or the model's own forward, that makes the change; or hooks that only look",
             where=name,

@@ -11,16 +11,22 @@ import torch
 
 from twinproof.engine import weakly
 from twinproof.errors import ConfigError, PipelineError
-from twinproof.pipeline.stages import Call, unwrapped
+from twinproof.pipeline.sharding import made_for_training
+from twinproof.pipeline.stages import BatchContext, Call, unwrapped
 
 __all__ = ["QueueView", "TorchrecModels"]
 
 
 class TorchrecModels:
-    """The stages of a pipeline that only models of torchrec have a part in."""
+    """Stages by torchrec's names, which its users override or call, and what only models of torchrec have a part in."""
 
     _model: torch.nn.Module
     _current: Any
+    _queue: deque[BatchContext]
+    _made: BatchContext | None
+    _stages: Any
+    _send: Callable[[BatchContext], None]
+    _receive: Callable[[BatchContext], None]
     calls: list[Call]
 
     @property
@@ -47,6 +53,42 @@ class TorchrecModels:
             if counted.index % interval_batches == 0:
                 model.sync()
 
+    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
+        """Start the exchange of sizes."""
+        found = None if batch is None else self._found(context)
+        if found is not None and not found.was_sent:
+            with made_for_training():
+                self._stages.send(found, lambda: self._send(found))
+
+    def wait_sparse_data_dist(self, context: Any) -> None:
+        """End the exchange of sizes, and start that of ids."""
+        found = self._found(context)
+        if not found.was_received:
+            self._stages.receive(lambda: self._receive(found))
+
+    def extract_model_input_from_batch(self, batch: Any) -> Any:
+        """What the arguments of sharded modules are computed from."""
+        return batch
+
+    def clear_sparse_data_dist_inputs(self, context: Any) -> None:
+        """Nothing: what an exchange was given goes with its lookup."""
+
+    def _init_pipelined_modules(self, batch: Any, context: Any, pipelined_forward: Any = None) -> None:
+        """Called when the first batch has come into an empty pipeline; modules are driven already."""
+
+    def _wait_for_batch(self) -> None:
+        """Called before each forward; whoever needs the batch on the device waits for it besides."""
+
+    def _found(self, context: Any) -> BatchContext:
+        """The batch in flight that a context belongs to."""
+        if isinstance(context, BatchContext):
+            return context
+        for in_flight in (*self._queue, self._made):
+            if in_flight is not None and in_flight.given_context is context:
+                return in_flight
+        got, expected = type(context).__name__, "the context of one"
+        raise PipelineError("the context of no batch in flight", got=got, expected=expected, where="a stage")
+
     def register_backward_hook(self, site: Any, work: Callable[[Any], None]) -> None:
         """Call ``work(pipeline)`` in each backward when the gradient that torchrec's ``InjectionSite`` names is there.
 
@@ -72,7 +114,8 @@ class QueueView(MutableSequence[Any]):
     up anew.
 
     Raises:
-        PipelineError: an insertion other than at the end.
+        PipelineError: an insertion other than at the end, or of a context elsewhere than at the first batch without; a
+            slice that is removed or assigned.
     """
 
     def __init__(
@@ -98,19 +141,23 @@ class QueueView(MutableSequence[Any]):
         found = [getattr(batch, self._attribute) for batch in self._items()]
         return found[index]
 
+    def _at(self, index: SupportsIndex | slice) -> BatchContext:
+        if isinstance(index, slice):
+            raise PipelineError(
+                "one at a time", got=index, expected="an index", where="batches and contexts of a pipeline"
+            )
+        found: BatchContext = self._items()[index.__index__()]
+        return found
+
     def __setitem__(self, index: Any, value: Any) -> None:
-        batch = self._items()[index]
+        batch = self._at(index)
         if self._is_batches:
             self._replace(batch, value)
         else:
             batch.given_context = value
 
     def __delitem__(self, index: SupportsIndex | slice) -> None:
-        if isinstance(index, slice):
-            raise PipelineError(
-                "one at a time", got=index, expected="an index", where="batches and contexts of a pipeline"
-            )
-        batch = self._items()[index.__index__()]
+        batch = self._at(index)
         if batch in self._left:
             self._left.remove(batch)
         else:
@@ -118,11 +165,15 @@ class QueueView(MutableSequence[Any]):
             self._removed["context" if self._is_batches else "batch"].append(batch)
 
     def insert(self, index: int, value: Any) -> None:
-        """At the end: a batch that is on the device already, or the context of the first batch that lacks one."""
-        lacking = [batch for batch in self._queue if batch.given_context is None]
-        if self._is_batches and index == len(self):
+        """At the end: a batch that is on the device already, or the context of the first batch that lacks one.
+
+        A context also where that batch stands, which is the end of the contexts that were put here by hand.
+        """
+        # Behind the last, as a deque has it, is the end too.
+        at_end, lacking = index >= len(self), [batch for batch in self._queue if batch.given_context is None][:1]
+        if self._is_batches and at_end:
             self._queue.append(self._make(value))
-        elif lacking and not self._is_batches:
+        elif not self._is_batches and lacking and (at_end or self._items()[index : index + 1] == lacking):
             lacking[0].given_context = value
         else:
             expected = "a batch at the end, or the context of one that lacks it"

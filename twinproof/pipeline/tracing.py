@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
+import random
+import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -23,13 +25,16 @@ __all__ = [
     "IN_PLACE",
     "PROTOCOL",
     "Known",
+    "Reads",
     "Tracer",
     "alone",
     "assigned",
     "collections_in",
+    "drawn_apart",
+    "draws",
     "is_sharded",
+    "left_as_they_were",
     "read_by",
-    "restore",
     "version_of",
 ]
 
@@ -48,6 +53,31 @@ def alone() -> Iterator[None]:
     """One trace at a time in this process."""
     with _ONE_TRACE:
         yield
+
+
+@contextmanager
+def drawn_apart(devices: list[int]) -> Iterator[None]:
+    """What is drawn inside, by torch's generators, Python's or numpy's, is drawn again behind it."""
+    # One that nobody has imported has drawn nothing.
+    numpy: Any = sys.modules.get("numpy.random")
+    before, of_numpy = random.getstate(), None if numpy is None else numpy.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
+
+
+def draws(node: torch.fx.Node) -> bool:
+    """Whether a node draws from torch's generators, as torch's operators say of themselves by a tag."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    packet: Any = getattr(torch.ops.aten, str(name), None)
+    # Dropout outside of training draws nothing.
+    if not hasattr(packet, "overloads") or node.kwargs.get("training") is False:
+        return False
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in packet.overloads())
 
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -98,14 +128,16 @@ class Tracer(torch.fx.Tracer):
     other threads are called as they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reads: Reads | None = None) -> None:
         super().__init__()
-        self._thread = threading.get_ident()
+        self._thread, self.reads = threading.get_ident(), reads
 
     def call_module(self, m: torch.nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A node, or in another thread the call itself."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
+        if self.reads is not None and is_sharded(m):
+            self.reads.decide()
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -158,7 +190,7 @@ def _parts_of(collection: Any) -> list[Any]:
     return list(collection.items() if isinstance(collection, dict) else collection)
 
 
-def restore(collection: Any, parts: list[Any]) -> None:
+def _restore(collection: Any, parts: list[Any]) -> None:
     """Have a collection hold what it held; one that still does is left alone, for other threads may go through it."""
     now, then, is_dict = _parts_of(collection), parts, isinstance(collection, dict)
     if is_dict:
@@ -171,6 +203,45 @@ def restore(collection: Any, parts: list[Any]) -> None:
         collection.update(dict(parts) if is_dict else parts)
     else:
         collection.extend(parts)
+
+
+@contextmanager
+def left_as_they_were(modules: list[torch.nn.Module]) -> Iterator[None]:
+    """Take back what a forward assigns in a trace, or writes in buffers, where nothing has been computed.
+
+    Attributes that torch adds for constants, too: each trace would leave some. So are lists, dictionaries, sets and
+    deques that attributes name, and those inside of them: a trace would leave values of its own there.
+    """
+    before = [(module, [dict(each) for each in _named_things(module)]) for module in modules]
+    collected = collections_in([vars(module) for module in modules])
+    held = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    with torch.no_grad():
+        written = [(buffer, _version_of(buffer), buffer.clone()) for buffer in held]
+    try:
+        yield
+    finally:
+        for module, known in before:
+            for now, then in zip(_named_things(module), known, strict=True):
+                for name in now.keys() - then.keys():
+                    del now[name]
+                now.update(then)
+        for collection, parts in collected:
+            _restore(collection, parts)
+        for buffer, version, value in written:
+            if version is None or buffer._version != version:
+                # What was made in inference mode is written there alone, and other tensors are counted outside.
+                with torch.inference_mode() if version is None else torch.no_grad():
+                    buffer.copy_(value)
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    """What torch counts of writes; None of a tensor that was made in inference mode, where it counts none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _named_things(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """By name: attributes, and those of torch's that are kept apart."""
+    return [vars(module), *(vars(module).get(name, {}) for name in ("_parameters", "_buffers", "_modules"))]
 
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
@@ -209,3 +280,78 @@ def _read_by(part: torch.nn.Module) -> Iterator[Any]:
                 yield name, version_of(value)
             elif type(value) in _PLAIN and name != "training":
                 yield name, value
+
+
+# What torch has in every module, but for a forward, which a module may have of its own. Modes are whoever traces's.
+_TORCHS = frozenset(dir(torch.nn.Module())) - {"forward"}
+_ABSENT = object()
+
+
+class Reads:
+    """What a trace goes by: parts of modules, and attributes of them that the forward reads before it needs them last.
+
+    Args:
+        modules: those that the trace goes through.
+
+    Attributes:
+        has_values: whether numbers, strings or flags are among them, which may change on one rank alone.
+
+    Attributes are compared by what they are, plain values by what they say; those that the forward itself assigns are
+    left out, for each trace would find another one.
+    """
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self._thread, self._modules = threading.get_ident(), {id(module): module for module in modules}
+        self._names, self._count = dict[tuple[int, str], None](), 0
+        self._values: list[tuple[torch.nn.Module, str, Any]] = []
+        self._parts = [(module, _children(module)) for module in modules]
+        self.has_values = False
+
+    def decide(self) -> None:
+        """What was read so far decides what a sharded module is called with."""
+        self._count = len(self._names)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what is read inside, by the thread that made this."""
+        before = {key: dict(vars(module)) for key, module in self._modules.items()}
+        # As torch's tracer, which takes the place of two other methods of this class meanwhile.
+        kind: Any = torch.nn.Module
+        own, beneath = vars(kind).get("__getattribute__", _ABSENT), kind.__getattribute__
+
+        def read(module: Any, name: str) -> Any:
+            if id(module) in before and name not in _TORCHS and threading.get_ident() == self._thread:
+                self._names[id(module), name] = None
+            return beneath(module, name)
+
+        kind.__getattribute__ = read
+        try:
+            yield
+        finally:
+            if own is _ABSENT:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = own
+            for key, name in list(self._names)[: self._count]:
+                module, then = self._modules[key], before[key].get(name, _ABSENT)
+                if vars(module).get(name, _ABSENT) is then and not isinstance(then, torch.Tensor):
+                    self._values.append((module, name, then))
+            self.has_values = any(type(then) in _PLAIN for _, _, then in self._values)
+
+    def are_same(self) -> bool:
+        """Whether a trace of now would go by the same."""
+        for module, name, then in self._values:
+            now = vars(module).get(name, _ABSENT)
+            if now is not then and (type(now) is not type(then) or type(now) not in _PLAIN or repr(now) != repr(then)):
+                return False
+        for module, parts in self._parts:
+            now = module._modules
+            if len(now) != len(parts) or any(now.get(name) is not known() for name, known in parts):
+                return False
+        return True
+
+
+def _children(module: torch.nn.Module) -> list[tuple[str, Callable[[], Any]]]:
+    """By name; each is asked for, and not held."""
+    # A name without a module gives None, as its class does.
+    return [(name, type(None) if each is None else Known(each)) for name, each in module._modules.items()]

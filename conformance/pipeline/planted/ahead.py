@@ -15,7 +15,7 @@ first_mode_is_traced_alone = patched(
     "A forward's branch on its mode is that of the mode in which it was traced.",
     mutated(
         "twinproof.pipeline.stages:Traces.follow",
-        "is_other = [call.formula for call in found] != [call.formula for call in before]",
+        "is_other = [call.way for call in found] != [call.way for call in before]",
         "is_other = False",
     ),
     kills="PIPE-513",
@@ -91,7 +91,7 @@ ids_of_the_first_batch = patched(
 
 traces_draw = patched(
     "A trace draws what the model draws.",
-    mutated("twinproof.pipeline.stages:find_calls", "torch.random.fork_rng(devices), ", ""),
+    mutated("twinproof.pipeline.tracing:drawn_apart", "with torch.random.fork_rng(devices):", "if True:"),
     kills="PIPE-526",
 )
 
@@ -104,7 +104,9 @@ kept_of_the_exchange = patched(
 
 refused_once = patched(
     "What strict refuses is known at the next step, which goes on with it.",
-    mutated("twinproof.pipeline.stages:Traces.follow", "check(calls)", "self._found[modes] = calls; check(calls)"),
+    mutated(
+        "twinproof.pipeline.stages:Traces.follow", "check(calls)", "self._found[modes] = reads, calls; check(calls)"
+    ),
     kills="PIPE-531",
 )
 

@@ -69,7 +69,7 @@ sites_in_wrappers = patched(
 )
 inserted_at_the_end = patched(
     "A batch that is inserted anywhere is appended.",
-    mutated("twinproof.pipeline.torchrec_models:QueueView.insert", " and index == len(self)", ""),
+    mutated("twinproof.pipeline.torchrec_models:QueueView.insert", " and at_end", ""),
     kills="PIPE-572",
 )
 contexts_to_the_first = patched(
@@ -86,4 +86,33 @@ second_calls_are_changed_ones = patched(
     "A second call is taken for one that a hook changed.",
     mutated("twinproof.pipeline.driver:Pipeline._result_of", "ahead is not None and ", ""),
     kills="PIPE-573",
+)
+
+contexts_inserted_anywhere = patched(
+    "A context goes to the first batch without one, wherever it is to be inserted.",
+    mutated(
+        "twinproof.pipeline.torchrec_models:QueueView.insert",
+        "(at_end or self._items()[index : index + 1] == lacking)",
+        "True",
+    ),
+    kills="PIPE-704",
+)
+only_behind_the_last = patched(
+    "A context is taken at the end alone.",
+    mutated(
+        "twinproof.pipeline.torchrec_models:QueueView.insert",
+        "(at_end or self._items()[index : index + 1] == lacking)",
+        "at_end",
+    ),
+    kills="PIPE-704",
+)
+
+slices_assigned = patched(
+    "A slice that is assigned is taken for one batch.",
+    mutated(
+        "twinproof.pipeline.torchrec_models:QueueView._at",
+        "if isinstance(index, slice):",
+        "if isinstance(index, slice):\n        return self._queue[1]\n    if False:",
+    ),
+    kills="PIPE-704",
 )

@@ -55,22 +55,22 @@ tracers_hold_models = patched(
 )
 traces_leave_attributes = patched(
     "What a forward assigns in a trace, and torch for its constants, stays on the model.",
-    mutated("twinproof.pipeline.stages:_left_as_they_were", "del now[name]", "pass"),
+    mutated("twinproof.pipeline.tracing:left_as_they_were", "del now[name]", "pass"),
     kills="PIPE-678",
 )
 traces_write_buffers = patched(
     "What a forward writes in a buffer in a trace stays there.",
-    mutated("twinproof.pipeline.stages:_left_as_they_were", "buffer.copy_(value)", "pass"),
+    mutated("twinproof.pipeline.tracing:left_as_they_were", "buffer.copy_(value)", "pass"),
     kills="PIPE-678",
 )
 traces_count = patched(
     "What a forward counts in its attributes counts traces, too.",
-    mutated("twinproof.pipeline.stages:_left_as_they_were", "now.update(then)", "pass"),
+    mutated("twinproof.pipeline.tracing:left_as_they_were", "now.update(then)", "pass"),
     kills="PIPE-678",
 )
 traces_collect = patched(
     "What a forward adds to a list in a trace stays there.",
-    mutated("twinproof.pipeline.stages:_left_as_they_were", "restore(collection, parts)", "pass"),
+    mutated("twinproof.pipeline.tracing:left_as_they_were", "_restore(collection, parts)", "pass"),
     kills="PIPE-755",
 )
 traces_collect_inside = patched(
@@ -87,11 +87,11 @@ dead_forwards_are_called = patched(
 )
 buffers_of_inference_mode_are_written = patched(
     "What a trace writes in a buffer that was made in inference mode stays there.",
-    mutated("twinproof.pipeline.stages:_left_as_they_were", "if version is None or", "if version is not None and"),
+    mutated("twinproof.pipeline.tracing:left_as_they_were", "if version is None or", "if version is not None and"),
     kills="PIPE-680",
 )
 versions_of_inference_tensors = patched(
     "Torch is asked how often a tensor of inference mode was written, which it does not count.",
-    mutated("twinproof.pipeline.stages:_version_of", "None if tensor.is_inference() else ", ""),
+    mutated("twinproof.pipeline.tracing:_version_of", "None if tensor.is_inference() else ", ""),
     kills="PIPE-680",
 )

@@ -75,3 +75,30 @@ classes_moved = patched(
     mutated("twinproof.pipeline.stages:move_batch", " and not isinstance(batch, type)", ""),
     kills="PIPE-581",
 )
+drawn_ahead = patched(
+    "Ids that the forward draws are drawn ahead, and again in the forward.",
+    mutated("twinproof.pipeline.stages:_calls_in", "elif any(map(draws, _on_the_way(node))):", "elif False:"),
+    kills="PIPE-709",
+)
+dropout_ahead = patched(
+    "A module that drops some of what it is given runs ahead.",
+    mutated(
+        "twinproof.pipeline.stages:_postprocs_of", "isinstance(part, torch.nn.modules.dropout._DropoutNd)", "False"
+    ),
+    kills="PIPE-709",
+)
+dropout_of_evaluation_drawn = patched(
+    "Dropout counts as a draw where it draws nothing.",
+    mutated("twinproof.pipeline.tracing:draws", ' or node.kwargs.get("training") is False', ""),
+    kills="PIPE-709",
+)
+python_drawn_in_traces = patched(
+    "A trace draws from Python's generator.",
+    mutated("twinproof.pipeline.tracing:drawn_apart", "random.setstate(before)", "pass"),
+    kills="PIPE-719",
+)
+numpy_drawn_in_traces = patched(
+    "A trace draws from numpy's generator.",
+    mutated("twinproof.pipeline.tracing:drawn_apart", "numpy.set_state(of_numpy)", "pass"),
+    kills="PIPE-719",
+)

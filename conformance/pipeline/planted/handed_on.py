@@ -130,12 +130,21 @@ ids_alone_are_kept = patched(
     ),
     kills="PIPE-641",
 )
+batches_counted_twice = patched(
+    "A batch that an override has of the pipeline's own is counted by both.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.copy_batch_to_gpu",
+        "= max(self.pulled_count, counted + (batch is not None))",
+        "+= batch is not None",
+    ),
+    kills="PIPE-641",
+)
 batches_pulled_twice = patched(
     "The pipeline's own next batch is the one behind it.",
     mutated(
         "twinproof.pipeline.driver:Pipeline._next_batch",
-        "return self._taken(dataloader_iter, lambda batch: batch)",
-        "return self._taken(dataloader_iter, lambda batch: next(dataloader_iter, batch))",
+        "lambda batch, _: batch",
+        "lambda batch, _: next(dataloader_iter, batch)",
     ),
     kills="PIPE-641",
 )

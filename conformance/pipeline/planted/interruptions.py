@@ -95,8 +95,8 @@ interrupted_copies_again = patched(
     "A batch whose copy was interrupted is copied again.",
     mutated(
         "twinproof.pipeline.driver:Pipeline._taken",
-        "made = prepare(self._held[0])\n        except BaseException",
-        "made = prepare(self._held[0])\n        except Exception",
+        "made = prepare(self._held[0], begun)\n        except BaseException",
+        "made = prepare(self._held[0], begun)\n        except Exception",
     ),
     kills="PIPE-459",
 )
@@ -125,4 +125,33 @@ processed_batches_stay = patched(
         "        if self._current is batch:",
     ),
     kills="PIPE-677",
+)
+batches_go_with_their_contexts = patched(
+    "A batch whose context cannot be made is gone with it.",
+    mutated("twinproof.pipeline.driver:Pipeline._taken", "begun = begin()", "begun = begin"),
+    mutated("twinproof.pipeline.driver:Pipeline._copied", "_next_index, context", "_next_index, context()"),
+    kills=("PIPE-700", "PIPE-701"),
+)
+interrupts_wait_for_a_call = patched(
+    "An interrupt behind the forward waits for the next call, which nobody may make.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.progress",
+        "if self._deferred and not isinstance(self._deferred[0], Exception):",
+        "if False:",
+    ),
+    kills="PIPE-702",
+)
+interrupts_undo_the_step = patched(
+    "An interrupt of a loader that is read behind the forward comes out before the backward.",
+    mutated("twinproof.pipeline.driver:Pipeline.pull_behind_forward", "except BaseException", "except Exception"),
+    kills="PIPE-702",
+)
+interrupts_of_other_ranks_forgotten = patched(
+    "What another rank's loader raised behind the forward is not told.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.progress",
+        "    if self._deferred:\n        raise self._deferred.pop()\n    if self._attachment",
+        "    if self._attachment",
+    ),
+    kills="PIPE-720",
 )

@@ -147,3 +147,9 @@ graph_of_training_kept = patched(
     mutated("twinproof.pipeline.driver:Pipeline._result_of", "and not torch.is_grad_enabled()", "and False"),
     kills="PIPE-506",
 )
+
+looked_up_for_inference = patched(
+    "What is looked up ahead inside inference mode is of that mode, and nothing outside may change it.",
+    mutated("twinproof.pipeline.driver:LookupPipeline.look_up_ahead", ", made_for_training()", ""),
+    kills="PIPE-703",
+)

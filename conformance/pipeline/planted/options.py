@@ -111,11 +111,6 @@ twice_called_ahead = patched(
     mutated("twinproof.pipeline.stages:_postprocs_of", "names.count(name) == 1", "names"),
     kills="PIPE-456",
 )
-interrupts_undo_the_step = patched(
-    "An interrupt of a loader that is read behind the forward comes out at once.",
-    mutated("twinproof.pipeline.driver:Pipeline.pull_behind_forward", "except BaseException", "except Exception"),
-    kills="PIPE-284",
-)
 forwards_put_meanwhile_dropped = patched(
     "detach() drops whatever forward it finds on a module.",
     mutated(

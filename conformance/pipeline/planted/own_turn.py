@@ -90,3 +90,28 @@ interrupted_exchanges_are_empty = patched(
     ),
     kills="PIPE-644",
 )
+failures_on_the_way_are_others = patched(
+    "What a rank raises on the way to a sharded module is told as if it were the exchange's.",
+    mutated(
+        "twinproof.pipeline.sharded:ShardedEmbeddingBagCollection._failed_dist",
+        "raise failures.pop()",
+        "raise UnsupportedError('no features', got=None, expected='some', where='input') from failures.pop()",
+    ),
+    kills="PIPE-698",
+)
+failures_on_the_way_stop_at_once = patched(
+    "What one rank raises on the way to a sharded module stops all of them a step early.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline.failure_noted",
+        "if self._failed:",
+        "if self._failed or self._world_size > 1:",
+    ),
+    kills="PIPE-698",
+    of="fastimpl",
+)
+failures_of_foreign_ways_kept = patched(
+    "What cannot be told is raised at its batch's turn, behind a step that others take part in.",
+    mutated("twinproof.pipeline.driver:Pipeline._asked_for", "self._failed = True", "pass"),
+    kills="PIPE-699",
+    of="fastimpl",
+)

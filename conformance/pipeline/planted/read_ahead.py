@@ -48,3 +48,37 @@ addresses_of_tables = patched(
     kills="PIPE-752",
     of="fastimpl",
 )
+numbers_of_forwards_unseen = patched(
+    "What a forward reads of its modules is what it was in the first trace.",
+    mutated("twinproof.pipeline.tracing:Reads.are_same", "if now is not then and", "if False and"),
+    kills="PIPE-705",
+)
+parts_of_forwards_unseen = patched(
+    "A part that was replaced is still what runs ahead.",
+    mutated(
+        "twinproof.pipeline.stages:Traces.follow",
+        "is_other = [call.way for call in found] != [call.way for call in before]",
+        "is_other = [call.formula for call in found] != [call.formula for call in before]",
+    ),
+    kills="PIPE-705",
+)
+followed_where_all_assign = patched(
+    "A forward is followed where every rank has assigned what it reads, and nowhere else.",
+    mutated("twinproof.pipeline.stages:Traces.follow", "if agree(int(is_same))", "if not agree(int(not is_same))"),
+    kills="PIPE-706",
+)
+reads_behind_count = patched(
+    "What a forward reads behind its sharded modules has it traced again.",
+    mutated("twinproof.pipeline.tracing:Reads.noted", "[: self._count]", ""),
+    kills="PIPE-707",
+)
+counters_of_forwards_count = patched(
+    "What a forward assigns by itself has it traced again.",
+    mutated("twinproof.pipeline.tracing:Reads.noted", "is then and not", "is not None and not"),
+    kills="PIPE-707",
+)
+forwards_put_on_models_unseen = patched(
+    "A forward that was put on the model is bypassed without a word.",
+    mutated("twinproof.pipeline.stages:Traces.has_hooks", '"forward" in vars(unwrapped(self._model))', "False"),
+    kills="PIPE-708",
+)
