@@ -183,3 +183,17 @@ def test_what_stands_behind(checkpoint: Any) -> None:
         with raises(RuntimeError, mentions=("of something else",), where="in a handler of another error") as caught:
             fails()
     assert_equal(caught.outer is another, True, where="the error itself, in a handler of another")
+    _assert_of_elsewhere()
+
+
+def _assert_of_elsewhere() -> None:
+    """An error whose cause was made elsewhere, where nothing was handled: what the caller handles is not behind it."""
+    causes = {"an error of the system": OSError(errno.ENOSPC, "no space"), "another": ValueError("a value")}
+    for what, cause in causes.items():
+        expected = StorageError if isinstance(cause, OSError) else RuntimeError
+        try:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        except OSError:
+            with raises(expected, where=f"in a handler, behind it {what}") as caught, named_errors("writing", "here"):
+                raise RuntimeError("of something else") from cause
+        assert_equal("ENOSPC" in str(caught.error), expected is StorageError, where=f"what is told, behind it {what}")

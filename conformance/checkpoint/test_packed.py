@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from conformance.checkpoint.cases import load_ranks, mesh_of, random_bits, save_ranks
+from conformance.checkpoint.cases import load_ranks, mesh_of, random_bits, save, save_ranks
 from conformance.checkpoint.trainer import alone
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.kvstore.cases import ids_of, random_rows, store_of
@@ -149,6 +149,8 @@ class _RowByRow(DefaultLoadPlanner):
     """A planner that knows nothing of placements, and asks for each row of a target where the target has it."""
 
     rows: tuple[int, ...] = ()
+    # As if each row were a block.
+    is_anywhere = False
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -158,7 +160,7 @@ class _RowByRow(DefaultLoadPlanner):
         return LoadPlan([item for item in plan.items if item.dest_index.fqn != "w"] + items)
 
     def _item(self, first: ReadItem, row: int, sizes: torch.Size) -> ReadItem:
-        begin = max(block for block in (0, 2, 4, 6) if block <= row)
+        begin = row if self.is_anywhere else max(block for block in (0, 2, 4, 6) if block <= row)
         dest = MetadataIndex("w", torch.Size((begin, 0)))
         source = MetadataIndex("w", torch.Size((0, 0)))
         offsets = torch.Size((row - begin, 0)), torch.Size((row, 0))
@@ -203,6 +205,26 @@ def _by_torch(rank: Rank, path: str) -> None:
 )
 def test_readers_under_torchs_planner(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
     rank_pool.run(_by_torch, 2, str(tmp_path))
+
+
+def _anywhere(rank: Rank, path: str) -> None:
+    target, planner = _packed(rank, torch.zeros(8, 3)), _RowByRow()
+    planner.rows, planner.is_anywhere = ((0, 1, 4, 5), (2, 3, 6, 7))[rank.rank], True
+    row = planner.rows[1]
+    shown = ("packed shard", f"(1, 3) at ({row}, 0)", "_RowByRow", "where: w")
+    with raises(PlanError, mentions=shown, where=f"rank {rank.rank}"):
+        load_ranks(rank, {"w": target}, Path(path), planner=planner)
+    assert_same_tensor(target.to_local(), torch.zeros(4, 3), where=f"rank {rank.rank}")
+
+
+@requirement(
+    "CKPT-954",
+    "A planner that asks for values of a packed shard at a place where none of its blocks begins MUST be refused by "
+    "that place, before the target has changed.",
+)
+def test_places_without_blocks(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    save(checkpoint, {"w": _full(8)}, tmp_path / "plain")
+    rank_pool.run(_anywhere, 2, str(tmp_path / "plain"))
 
 
 def _beside_rows(rank: Rank, path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -97,6 +98,36 @@ def test_read_only_checkpoints(checkpoint: Any, common: Path, caplog: pytest.Log
             remove_leftover(leftover)
         assert_equal(os.listdir(common / "run"), [], where="behind clean")
     assert_equal(caplog.text, "", where="the log")
+
+
+@requirement(
+    "CKPT-939",
+    "What links in a read-only leftover lead to MUST stay as it is when that is deleted, its mode too. Where folders "
+    "in it are somebody else's, the error MUST say what could not be deleted, and not what was tried first.",
+)
+def test_leftovers_with_links(common: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere, inside = common / "elsewhere", common / ".ck.saving-000000000000/logs"
+    for folder in (elsewhere, inside):
+        folder.mkdir(parents=True)
+        (folder / "log.txt").write_text("a line")
+    (inside / "link").symlink_to(elsewhere)
+    for folder in (elsewhere, inside):
+        folder.chmod(0o555)
+
+    def refused(path: Any, mode: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), os.fspath(path))
+
+    (leftover,) = find_leftovers(common)
+    told = raises(StorageError, mentions=("EACCES", f"where: {leftover.path}"), where="folders of somebody else")
+    with monkeypatch.context() as patch, told:
+        # As the system answers who does not own a folder.
+        patch.setattr(os, "chmod", refused)
+        remove_leftover(leftover)
+    assert_equal(sorted(os.listdir(inside)), ["link", "log.txt"], where="behind a refusal")
+    with succeeds("clean", where="a leftover with a link"):
+        remove_leftover(leftover)
+    assert_equal(os.listdir(common), ["elsewhere"], where="behind clean")
+    assert_equal((_mode(elsewhere), os.listdir(elsewhere)), (0o555, ["log.txt"]), where="what the link led to")
 
 
 def _keep_one(checkpoint: Any, folder: Path, step: int) -> None:

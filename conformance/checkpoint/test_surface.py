@@ -200,7 +200,8 @@ def test_options(checkpoint: Any, tmp_path: Path) -> None:
     for options in ({"enable_plan_caching": True}, {"dedup_replicated_tensors": True}):
         with raises(ConfigError, mentions=list(options), where=str(options)):
             checkpoint.HuggingFaceSavePlanner(**options)
-    for partial in ({"allow_partial_load": True}, {"strict": False}, {"flatten_state_dict": False, "strict": False}):
+    flags = ({"flatten_state_dict": False, "strict": False}, {"flatten_sharded_tensors": False, "strict": False})
+    for partial in ({"allow_partial_load": True}, {"strict": False}, *flags):
         targets = {"x": torch.zeros(2), "missing": torch.full((2,), 7.0)}
         loading = checkpoint.HuggingFaceLoadPlanner(**partial)
         load(checkpoint, targets, tmp_path / "ck", planner=loading)

@@ -264,3 +264,108 @@ def test_one_value_for_entries_and_no_paths(checkpoint: Any, tmp_path: Path) -> 
     with succeeds("a load", where="no paths"):
         found = _load(checkpoint, tmp_path, "load_training", {"at": {"wiki": 0}})
     assert_equal(found, {"at": {"wiki": 10}}, where="no paths")
+
+
+@requirement(
+    "CKPT-955",
+    "An object whose state is no mapping, but a number, a list or a tensor, MUST get back what it said when it was "
+    "saved, from load_training and from a manager.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_other_than_mappings(checkpoint: Any, tmp_path: Path, way: str) -> None:
+    cases: dict[str, tuple[Any, Any]] = {
+        "a number": (5, 0),
+        "a list of values": ([1, 2], []),
+        "a list of tensors": ([torch.ones(2), 7], [torch.zeros(2), 0]),
+        "a tensor": (torch.ones(2), torch.zeros(2)),
+    }
+    for what, (said, fresh) in cases.items():
+        _save(checkpoint, tmp_path / what, said)
+        with succeeds("a load", where=what):
+            found = _load(checkpoint, tmp_path / what, way, fresh)
+        assert_equal(_plain(found), _plain(said), where=what)
+
+
+@requirement(
+    "CKPT-956",
+    "An object that says nothing before a load, or has mappings without entries alone, MUST stay as it is where the "
+    "checkpoint has nothing of it, as of one that came to the states since.",
+)
+def test_nothing_of_an_object(checkpoint: Any, tmp_path: Path) -> None:
+    model, optimizer, _ = _run(None)
+    with alone():
+        checkpoint.save_training(tmp_path / "step-1", model, optimizer, 1, durable=False)
+    cases: list[dict[str, Any]] = [{}, {"at": {}}, {"at": {"by": {}}}]
+    for now in cases:
+        for way in ("load_training", "a manager"):
+            with succeeds("a load", where=f"{now}, {way}"):
+                found = _load(checkpoint, tmp_path, way, now)
+            assert_equal(found, now, where=f"what the object has, {way}")
+
+
+class _History(torch.optim.Optimizer):
+    """Keeps some numbers of each parameter."""
+
+    def __init__(self, params: Any, count: int) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.count = count
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Give each parameter its state."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("history", torch.full((self.count,), 3.0))
+
+
+@requirement(
+    "CKPT-957",
+    "A state of a parameter that has another size than in the checkpoint MUST be refused by its name, and the "
+    "optimizer keep what it had: it is not put in the place of one that the optimizer cannot step.",
+)
+def test_states_of_another_size(checkpoint: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    saved, now = _History(model.parameters(), 3), _History(model.parameters(), 2)
+    for optimizer in (saved, now):
+        optimizer.step()
+    with alone():
+        checkpoint.save_training(tmp_path, model, saved, 1, durable=False)
+        shown = ("[3]", "[2]", "optimizer.state.weight.history")
+        with raises(ValueError, mentions=shown, where="another size"):
+            checkpoint.load_training(tmp_path, model, now)
+    found = [state["history"].tolist() for state in now.state.values()]
+    assert_equal(found, [[3.0, 3.0]] * 2, where="what the optimizer has")
+
+
+@requirement(
+    "CKPT-958",
+    "A tensor of an object MUST come back with its values where a fresh one has a tensor without memory in its place, "
+    "of the same dtype or another.",
+)
+def test_tensors_without_memory(checkpoint: Any, tmp_path: Path) -> None:
+    _save(checkpoint, tmp_path, {"ema": torch.arange(3.0)})
+    for dtype in (torch.float32, torch.float64):
+        fresh = {"ema": torch.empty(3, dtype=dtype, device="meta")}
+        with succeeds("a load", where=f"{dtype} without memory"):
+            found = _load(checkpoint, tmp_path, "load_training", fresh)
+        assert_same_tensor(found["ema"], torch.arange(3.0), where=f"{dtype} without memory")
+
+
+@requirement(
+    "CKPT-959",
+    "A mapping without entries between others in a list, as of a worker that has nothing to say, MUST come back as one "
+    "from load_training and a manager, whether the object says the same before, less or more.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_empty_mappings_in_lists(checkpoint: Any, tmp_path: Path, way: str) -> None:
+    said = {"workers": [{"at": 1}, {}, {"at": 3}], "last": [{"n": 1}, {}, torch.ones(2)]}
+    _save(checkpoint, tmp_path, said)
+    before: dict[str, Any] = {
+        "the same": {"workers": [{"at": 0}, {}, {"at": 0}], "last": [{"n": 0}, {}, torch.zeros(2)]},
+        "nothing": {"workers": [], "last": []},
+        "more": {"workers": [{"at": 0}, {"at": 0}, {"at": 0}], "last": [{"n": 0}, {"n": 5, "m": 6}, torch.zeros(2)]},
+        "values": {"workers": [{"at": 0}, 5, {"at": 0}], "last": [{"n": 0}, torch.ones(1), torch.zeros(2)]},
+    }
+    for what, now in before.items():
+        with succeeds("a load", where=f"an object that says {what}"):
+            found = _load(checkpoint, tmp_path, way, now)
+        assert_equal(_plain(found), _plain(said), where=f"an object that had said {what}")

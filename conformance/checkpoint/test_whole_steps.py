@@ -326,3 +326,100 @@ def test_checkpoints_that_may_not_be_read(checkpoint: Any, tmp_path: Path, monke
                 way(folder)
         with alone(), raises(FileNotFoundError, where=f"{what} of nothing"):
             way(tmp_path / "nothing")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often metadata or headers of a folder were read, by its name."""
+    count: Counter[str] = Counter()
+    load_pickle, headers = pickle.load, whole.read_catalog
+
+    def metadata(file: Any, **options: Any) -> Any:
+        count[Path(os.fspath(file.name)).parent.name] += 1
+        return load_pickle(file, **options)
+
+    def catalog_of(path: Path) -> Any:
+        count[path.name] += 1
+        return headers(path)
+
+    monkeypatch.setattr(pickle, "load", metadata)
+    monkeypatch.setattr(whole, "read_catalog", catalog_of)
+    return count
+
+
+@requirement(
+    "CKPT-950",
+    "What is known of steps that were read MUST be bounded: of more than are kept, those that were read last stay "
+    "known, and the others are read again.",
+)
+def test_known_steps_are_bounded(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Counter[str]
+) -> None:
+    _saved(checkpoint, tmp_path, 3)
+    monkeypatch.setattr(whole, "_KNOWN_MAX", 2)
+    known = whole.Known()
+    # Step 1 is changed behind the second look, so that step 2 is the oldest when the third comes.
+    for number, (step, is_read) in enumerate([(1, 1), (2, 1), (1, 0), (1, 1), (3, 1), (1, 0), (3, 0), (2, 1), (1, 1)]):
+        if number == 3:
+            os.utime(tmp_path / "step-1" / ".metadata", (1, 1))
+        read.clear()
+        with succeeds("a look", where=f"look {number}"):
+            whole.check_whole(tmp_path / f"step-{step}", is_native=True, known=known)
+        assert_equal(read[f"step-{step}"], is_read, where=f"look {number}, at step {step}: what is read")
+
+
+@requirement(
+    "CKPT-951",
+    "Files of others in an HF step, hidden ones too, MUST NOT make its headers be read again when they change.",
+)
+def test_others_in_hf_steps(checkpoint: Any, tmp_path: Path, read: Counter[str]) -> None:
+    _saved(checkpoint, tmp_path, 1, **_IN_HF)
+    known = whole.Known()
+    for name in ("", "notes.txt", f".{NUMBERED[0]}", "notes.txt"):
+        if name:
+            with open(tmp_path / "step-1" / name, "a") as file:
+                file.write("of others")
+        whole.check_whole(tmp_path / "step-1", is_native=False, known=known)
+        assert_equal(read["step-1"], 1, where=f"how often headers were read, behind {name}")
+
+
+@requirement(
+    "CKPT-952",
+    "A step of torch's format whose metadata says nothing of files, or names storage of another kind, MUST count in "
+    "retention as it is, and its metadata be read once.",
+)
+def test_storage_of_others(checkpoint: Any, tmp_path: Path, read: Counter[str]) -> None:
+    for what in ("nothing", "another kind"):
+        folder = tmp_path / what
+        _saved(checkpoint, folder, 3)
+        path = folder / "step-3" / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        metadata.storage_data = None if what == "nothing" else dict.fromkeys(metadata.storage_data, ("db", 1))
+        path.write_bytes(pickle.dumps(metadata))
+        read.clear()
+        manager, _ = _manager(checkpoint, folder, 4.0, keep_latest_k=3)
+        with alone(), manager:
+            for step in (4, 5):
+                manager.save(step)
+        assert_equal(sorted(os.listdir(folder)), ["step-3", "step-4", "step-5"], where=f"{what}: what is kept")
+        assert_equal(read["step-3"], 1, where=f"{what}: how often its metadata was read")
+
+
+@requirement(
+    "CKPT-953",
+    "An HF step whose files are as long as they say MUST count in retention, whatever else is wrong with their "
+    "headers; a load of it MUST be refused by name.",
+)
+def test_malformed_headers(checkpoint: Any, tmp_path: Path) -> None:
+    wrong = {"no JSON": (b"{", b"["), "another dtype": (b"F32", b"F99")}
+    for what, (before, after) in wrong.items():
+        folder = tmp_path / what
+        _saved(checkpoint, folder, 3, **_IN_HF)
+        path = folder / "step-3" / NUMBERED[0]
+        path.write_bytes(path.read_bytes().replace(before, after, 1))
+        manager, _ = _manager(checkpoint, folder, 4.0, keep_latest_k=2)
+        with alone(), succeeds("a save", where=what), manager:
+            manager.save(4)
+        assert_equal(sorted(os.listdir(folder)), ["step-3", "step-4"], where=f"{what}: what is kept")
+        with raises((FormatError, UnsupportedError), mentions=(NUMBERED[0],), where=f"{what}: a load"):
+            load(checkpoint, {"weight": torch.zeros(4, 4)}, folder / "step-3")

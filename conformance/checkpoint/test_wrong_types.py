@@ -19,12 +19,10 @@ from conformance.harness import Rank, assert_equal, assert_flags_are_no_text, ra
 from twinproof.errors import ConfigError
 
 
-@requirement("CKPT-542", "What is no path MUST be refused with what it was, by writer, reader, manager, single files.")
-@pytest.mark.parametrize("path", [7, None, b"ck", ["ck"]])
-def test_paths(checkpoint: Any, path: Any) -> None:
-    mentions = ("not a path", repr(path), "a str or a Path")
+def _takers(checkpoint: Any, path: Any) -> list[Callable[[], Any]]:
+    """Whatever takes a path, with this one."""
     model = torch.nn.Linear(2, 2)
-    makers: list[Callable[[], Any]] = [
+    return [
         lambda: checkpoint.HuggingFaceStorageWriter(path),
         lambda: checkpoint.HuggingFaceStorageReader(path),
         lambda: checkpoint.CheckpointManager(path, model=model, interval=1),
@@ -32,9 +30,29 @@ def test_paths(checkpoint: Any, path: Any) -> None:
         lambda: checkpoint.load_file(path),
         lambda: checkpoint.detect_format(path),
     ]
-    for make in makers:
-        with raises(ConfigError, mentions=mentions):
-            make()
+
+
+@requirement("CKPT-542", "What is no path MUST be refused with what it was, by writer, reader, manager, single files.")
+@pytest.mark.parametrize("path", [7, None, b"ck", ["ck"]])
+def test_paths(checkpoint: Any, path: Any) -> None:
+    for take in _takers(checkpoint, path):
+        with raises(ConfigError, mentions=("not a path", repr(path), "a str or a Path")):
+            take()
+
+
+@requirement(
+    "CKPT-960",
+    "A path with a NUL, which no file has, MUST be refused with what it was, by writer, reader, manager, single files "
+    "and a merge; Python would say that a byte is embedded, and not in what.",
+)
+def test_paths_with_a_nul(checkpoint: Any, tmp_path: Path) -> None:
+    for path in (f"{tmp_path}/a\0b", Path(f"{tmp_path}/a\0b")):
+        merge = checkpoint.consolidate_safetensors_files
+        merges: list[Callable[[], Any]] = [partial(merge, path, tmp_path / "out"), partial(merge, tmp_path, path)]
+        for number, take in enumerate([*_takers(checkpoint, path), *merges]):
+            with raises(ConfigError, mentions=("NUL", "a\\x00b", "expected: no NUL"), where=f"{type(path)}, {number}"):
+                take()
+    assert_equal(list(tmp_path.iterdir()), [], where="what was made")
 
 
 def _save_on_default_group(rank: Rank, path: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from conformance.harness import Rank, assert_equal, raises, requirement
 from conformance.kvstore.cases import contents, filled, fresh, save, store_of
-from twinproof.errors import CheckpointExistsError, ConfigError, StorageError
+from twinproof.errors import CheckpointExistsError, ConfigError, DistributedError, StorageError
 
 
 @requirement(
@@ -81,4 +81,18 @@ def test_one_rank_fails(kvstore: Any, rank_pool: Any, tmp_path: Path, at_fault: 
     assert_equal(mine[:3], ["StorageError", "OSError", "CheckpointException"], where="the rank at fault")
     assert_equal(others[:3], ["DistributedError"] * 3, where="the other rank")
     assert_equal({mine[3], others[3]} - {"ConfigError", "DistributedError"}, set(), where="other folders")
+    assert_equal(list(tmp_path.iterdir()), [], where="what is left")
+
+
+@requirement(
+    "KV-473",
+    "A save of which no rank knows more than that another one failed MUST raise that DistributedError itself.",
+)
+def test_nobody_knows(kvstore: Any, checkpoint: Any, tmp_path: Path) -> None:
+    error = DistributedError("another rank failed", got="a rank that is gone", expected="no failure", where="rank 1")
+    store = filled(kvstore, range(4))
+    failing = mock.patch.object(checkpoint.HuggingFaceStorageWriter, "prepare_local_plan", side_effect=error)
+    with failing, raises(DistributedError, mentions=("a rank that is gone",), where="a save") as failure:
+        save(kvstore, store, tmp_path / "new")
+    assert_equal(type(failure.outer).__name__, "DistributedError", where="what is raised itself")
     assert_equal(list(tmp_path.iterdir()), [], where="what is left")

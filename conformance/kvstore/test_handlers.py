@@ -11,11 +11,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from conformance.harness import assert_equal, raises, requirement
+from conformance.harness import assert_equal, raises, requirement, succeeds
 from conformance.kvstore.cases import contents, ids_of, save, store_of
 from twinproof.errors import DeltaBaseError
 
@@ -124,6 +125,31 @@ def test_interrupted_clear(kvstore: Any, tmp_path: Path) -> None:
         else:
             with raises(DeltaBaseError, where=where):
                 kvstore.load(copy, tmp_path / "delta")
+
+
+@requirement(
+    "KV-474",
+    "A clear that fails by an Exception MUST leave what the table was loaded from a base of deltas, and a table that "
+    "was never loaded one of deltas on an empty table.",
+)
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_failed_clear(kvstore: Any, tmp_path: Path, is_loaded: bool) -> None:
+    source = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam"), track_changes=True)
+    mark = source.mark()
+    if is_loaded:
+        source.set("t", ids_of([1, 2, 3]), torch.ones(3, 4))
+        mark = save(kvstore, source, tmp_path / "full").mark
+    source.set("t", ids_of([4]), torch.ones(1, 4))
+    save(kvstore, source, tmp_path / "delta", since=mark)
+    copy = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam"))
+    if is_loaded:
+        kvstore.load(copy, tmp_path / "full")
+    failing = mock.patch.object(copy._engine, "clear", side_effect=MemoryError("no memory"))
+    with failing, raises(MemoryError, mentions=("no memory",), where="a clear"):
+        copy.clear("t")
+    with succeeds("a load of a delta", where="behind a clear that failed"):
+        kvstore.load(copy, tmp_path / "delta")
+    assert_equal(contents(copy), contents(source), where="behind the delta")
 
 
 @requirement(

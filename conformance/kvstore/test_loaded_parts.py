@@ -379,3 +379,31 @@ def test_no_bucket_needs_no_base(kvstore: Any, tmp_path: Path) -> None:
         assert_contents(store, before, where=first)
         with raises(DeltaBaseError, mentions=("another base",), where=f"{first}: for buckets"):
             kvstore.load(store, tmp_path / "2")
+
+
+@requirement(
+    "KV-475",
+    "Of loads of parts of two saves with the same contents and other buckets the later part alone MUST count: a delta "
+    "for other buckets is refused by name.",
+)
+def test_parts_of_other_buckets(kvstore: Any, tmp_path: Path) -> None:
+    source = empty(kvstore, track_changes=True)
+    source.set_rows("t", random_rows(source, range(32), 1))
+    save(kvstore, source, tmp_path / "of 4", buckets=kvstore.Buckets(4))
+    mark = save(kvstore, source, tmp_path / "of 8", buckets=kvstore.Buckets(8)).mark
+    source.set("t", ids_of(range(12)), weights_of(source, 12, 2))
+    save(kvstore, source, tmp_path / "delta", since=mark, buckets=kvstore.Buckets(8))
+    store = empty(kvstore)
+    # Together they are neither all ids nor a range of buckets.
+    for folder, owned in (("of 4", (0, 2)), ("of 8", (0, 4))):
+        with succeeds("a load", where=folder):
+            kvstore.load(store, tmp_path / folder, owned=owned)
+    before = contents(store)
+    for owned in ((0, 8), (4, 6)):
+        with raises(
+            DeltaBaseError, mentions=("[0, 4) of ", f"[{owned[0]}, {owned[1]}) of "), where=f"a delta, {owned}"
+        ):
+            kvstore.load(store, tmp_path / "delta", owned=owned)
+        assert_contents(store, before, where=f"{owned}: after the refusal")
+    with succeeds("a delta", where="for the buckets of the later load"):
+        kvstore.load(store, tmp_path / "delta", owned=(0, 4))

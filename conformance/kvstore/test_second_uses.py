@@ -284,3 +284,24 @@ def test_without_a_library() -> None:
     assert_equal(made["CAPABILITIES"], frozenset(), where="CAPABILITIES")
     others = [name for name in built.__all__ if made[name] is not getattr(reference, name)]
     assert_equal(others, [], where="names that are not the reference's")
+
+
+@requirement(
+    "KV-476",
+    "A state dict MUST take for a state what is a view of no state, as of weights, or one that was pickled when views "
+    "did not keep the layout of their rows, where width and dtype are right: nobody knows whose it is.",
+)
+def test_states_of_nobody_knows_whom(kvstore: Any) -> None:
+    keys, other = [1, 5, 9], store_of(kvstore, kvstore.RowLayout(6, optimizer="lamb"))
+    other.set_rows("t", random_rows(other, keys, 5))
+    views = {name: kvstore.KVTensor(other, ids_of(keys), name) for name in ("weight", "momentum1")}
+    given = {"a view of weights": views["weight"], "an old one": _of_another_time(views["momentum1"]).attach(other)}
+    given["an old one"] = _of_another_time(views["momentum1"])
+    given["an old one"]._source = other
+    source, store = store_of(kvstore), store_of(kvstore)
+    source.set_rows("t", random_rows(source, keys, 4))
+    for where, view in given.items():
+        with succeeds("a load", where=where):
+            store.load_state_dict(dict(source.state_dict()) | {"t.momentum1": view}, clear=True)
+        found = kvstore.KVTensor(store, ids_of(keys), "momentum1").full_tensor()
+        assert_bits(found, view.full_tensor(), where=where)

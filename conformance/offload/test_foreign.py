@@ -281,6 +281,9 @@ def test_wrappers(offload: Any, device: str) -> None:
         assert_le(1, arms.offloader.stats().h2d_bytes, where="moved bytes")
         arms.offloader.close()
         inner = torch.optim.SGD(arms.arms[1], lr=0.1)
+        with succeeds("an offloader", where="of what has an optimizer and empty places for others"):
+            found = offload.OptimizerStateOffloader(Container(inner, optimizers=[()], _optims={}), engine=place.engine)
+        found.close()
         sparse = torch.optim.SparseAdam(arms.arms[1])
         for kind, wrapper, words in (
             (ConfigError, Prepared(inner, scales=True), ("Prepared", "before")),

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
 from conformance.offload.cases import assert_same_state, values
 from refimpl.optimizers import adam_step
 from twinproof.engine import InlineEngine
 from twinproof.errors import ConfigError, PlanError, StaleMasterError, UnsupportedError
+from twinproof.offload.states import local_of
 from twinproof.optimizers import AdamHyper, trained_params
 
 _HOWS = ["alone", "device", "cpu"]
@@ -87,12 +88,22 @@ def _load_other_meshes(rank: Rank) -> None:
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    before, state = offloader.snapshot(), offloader.snapshot()
-    state["state"][1]["exp_avg"] = state["state"][1]["exp_avg"].to_local()
-    with raises(PlanError, mentions=("sharded", "where: exp_avg of parameter 1"), where="a local shard"):
-        offloader.load_state_dict(state)
-    after = offloader.snapshot()["state"][1]["exp_avg"].to_local()
-    assert_same_tensor(after, before["state"][1]["exp_avg"].to_local(), where="a state behind the load")
+    before = offloader.snapshot()
+    replica = distribute_tensor(values((3,), 3), mesh, [Replicate()], src_data_rank=None)
+    shown = {0: (replica, "got: DeviceMesh", "expected: no mesh"), 1: (before["state"][1]["exp_avg"].to_local(),)}
+    for number, (value, *words) in shown.items():
+        state = offloader.snapshot()
+        state["state"][number]["exp_avg"] = value
+        mentions = ("sharded in another way", f"where: exp_avg of parameter {number}", *words)
+        with raises(PlanError, mentions=mentions, where=f"a {type(value).__name__} of parameter {number}"):
+            offloader.load_state_dict(state)
+        after: Any = offloader.snapshot()["state"]
+        for each, param in enumerate(params):
+            expected, found = before["state"][each]["exp_avg"], after[each]["exp_avg"]
+            assert_equal(
+                type(found).__name__, type(expected).__name__, where=f"a state behind the load, of {tuple(param.shape)}"
+            )
+            assert_same_tensor(local_of(found), local_of(expected), where="a state behind the load")
 
 
 @requirement(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -331,3 +333,67 @@ def test_gradients_behind_a_failure(offload: Any, way: str) -> None:
             arms.append([*([] if norm is None else [norm]), *(each.detach() for each in (*params, *model))])
         for number, (got, expected) in enumerate(zip(*reversed(arms), strict=True)):
             assert_same_tensor(got, expected, where=f"tensor {number} behind {change.__name__}, {way}")
+
+
+@requirement(
+    "OPT-528",
+    "A master whose model is gone MUST have a gradient of its own, to read, to give and to clear.",
+)
+@pytest.mark.parametrize("way", _WAYS)
+def test_masters_without_a_model(offload: Any, way: str) -> None:
+    arm = _Arm(offload, way, by_optimizer=True)
+    (master, *_), model = arm.params, weakref.ref(arm.model[0])
+    torch.autograd.backward(arm.loss(0))
+    del arm
+    gc.collect()
+    assert_equal(model(), None, where="the parameter")
+    with succeeds("what torch does with gradients", where=f"a master without a model, {way}"):
+        found = [master.grad]
+        for given in (torch.ones_like(master), None):
+            master.grad = given
+            found.append(master.grad)
+    assert_equal([each is None for each in found], [True, False, True], where="gradients")
+    assert_same_tensor(found[1], torch.ones_like(master), where="a gradient that was given")
+
+
+@requirement(
+    "OPT-529",
+    "A gradient that is no tensor MUST be refused for a master as torch refuses it for a parameter. Clearing that of a "
+    "master which no step gives gradients MUST leave its parameter's.",
+)
+def test_gradients_of_masters_alone(offload: Any) -> None:
+    param = torch.nn.Parameter(values((4,), 0, torch.bfloat16))
+    masters = offload.MasterWeights([param])
+    (master,) = masters.parameters()
+    for is_stepped in (False, True):
+        if is_stepped:
+            masters.attach(torch.optim.SGD([master], lr=0.1))
+        for each in (param, master):
+            with raises(TypeError, mentions=("float",), where=f"a number, {is_stepped=}"):
+                each.grad = 1.0
+        param.grad = torch.ones_like(param)
+        master.grad = None
+        assert_equal(param.grad is None, is_stepped, where=f"the parameter's gradient, {is_stepped=}")
+
+
+@requirement(
+    "OPT-540",
+    "Behind a step that failed once gradients were taken, the gradients that the model has got since MUST be those of "
+    "its masters: a scaler or a clip that goes by the optimizer's parameters acts on them.",
+)
+def test_gradients_since_a_failure(offload: Any) -> None:
+    arm = _Arm(offload, "attached", by_optimizer=True)
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    handle = arm.optimizer.register_step_pre_hook(stop)
+    torch.autograd.backward(arm.loss(0))
+    with raises(RuntimeError, mentions=("stopped",), where="a step"):
+        arm.optimizer.step()
+    handle.remove()
+    _zero(arm.model)
+    torch.autograd.backward(arm.loss(1))
+    grads = [param.grad for param in arm.model]
+    shown = [master.grad is grad for master, grad in zip(arm.params, grads, strict=True)]
+    assert_equal(shown, [True] * len(grads), where="gradients of masters are the model's")

@@ -815,7 +815,7 @@ def as_saved(value: Any, name: str, saved: Collection[str]) -> Any:
         raise MissingKeyError("the checkpoint has nothing of an object", got=name, expected=expected, where="states")
     for key, each in value.items():
         if parts[key] is _UNSAVED and isinstance(each, Mapping):
-            parts[key] = _with_parts(each, dict.fromkeys(each, _UNSAVED))
+            parts[key] = _emptied(each)
     return _with_parts(value, parts)
 
 
@@ -830,11 +830,15 @@ def _saved_part(value: Any, path: str, saved: Collection[str], known: Collection
         entries = [_saved_part(each, f"{path}.{place}", saved, known) for place, each in enumerate(value)]
         while entries and entries[-1] is _UNSAVED:
             entries.pop()
-        # One that is lost between others has its place: torch says which.
-        entries = [value[place] if part is _UNSAVED else part for place, part in enumerate(entries)]
+        # One that is lost between others was a mapping without entries: of nothing else a checkpoint has nothing.
+        entries = [_emptied(value[place]) if part is _UNSAVED else part for place, part in enumerate(entries)]
         is_same = len(entries) == len(value) and all(a is b for a, b in zip(entries, value, strict=True))
         return value if is_same else entries
     return _UNSAVED
+
+
+def _emptied(value: Any) -> Any:
+    return _with_parts(value, dict.fromkeys(value, _UNSAVED)) if isinstance(value, Mapping) else {}
 
 
 def _with_parts(value: Mapping[Any, Any], parts: Mapping[Any, Any]) -> Any:
@@ -940,7 +944,7 @@ def _fits(target: Any, saved: Any) -> bool:
         return target.dtype == saved.properties.dtype or target.shape != saved.size
     if type(target) not in (torch.Tensor, torch.nn.Parameter):
         return isinstance(target, torch.Tensor)
-    return (target.dtype, target.shape) == (saved.properties.dtype, saved.size)
+    return (target.dtype, target.shape) == (saved.properties.dtype, saved.size) and not target.is_meta
 
 
 def with_places(asked: State, fqns: Collection[str], metadata: Metadata, owners: State) -> State:
@@ -997,7 +1001,7 @@ def _placed_in(value: Any, tree: Any, path: str, said: Container[str]) -> Any:
         return tree.value
     if all(isinstance(key, int) for key in tree):
         entries = list(value) if isinstance(value, list) else []
-        entries += [None] * (1 + max(tree) - len(entries))
+        entries += [{} for _ in range(1 + max(tree) - len(entries))]
         for key, below in tree.items():
             entries[key] = _placed_in(entries[key], below, f"{path}.{key}", said)
         return entries

@@ -293,15 +293,18 @@ class FillingPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """As torch does, with the names of ShardedTensors of which this rank has no shard.
+        """As torch does, with names of ShardedTensors of which this rank has no shard, and none that torch makes up.
 
-        Torch leaves them out, and takes a checkpoint that has names which the targets lack for one of torch 2.3.
+        Torch leaves those out, and takes a checkpoint that has names which the targets lack for one of torch 2.3.
         """
         super().set_up_planner(state_dict, metadata, is_coordinator)
         found, paths = flatten_state_dict(state_dict) if self.flatten_state_dict else (state_dict, {})
         without = {n: v for n, v in found.items() if isinstance(v, ShardedTensor) and not v.local_shards()}
         self.state_dict.update(without)
         self.mappings.update({name: paths[name] for name in without if name in paths})
+        # Torch puts None in the place of a mapping without entries in a list, and then misses it in the checkpoint.
+        for name in self.state_dict.keys() - found.keys():
+            del self.state_dict[name]
 
     def create_local_plan(self) -> LoadPlan:
         """One read item per block of a packed shard and chunk that it lies in; everything else as torch plans it."""

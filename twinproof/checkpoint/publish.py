@@ -439,16 +439,14 @@ class Staging:
             fsync_path(path)
 
     def _publish_folder(self) -> None:
-        exists = self.target.exists()
-        if exists:
-            self._take_over()
+        others = self._take_over() if self.target.exists() else None
         self._sync(self.folder)
-        if not exists:
+        if others is None:
             os.rename(self.folder, self.target)
             self._sync_above()
         elif _exchange(self.folder, self.target):
             self._replaced = self.folder
-            self._bring_over(self.folder)
+            others.bring_over(self.folder, self.target)
             self._sync_above()
             self._drop(self.folder)
         else:
@@ -457,7 +455,7 @@ class Staging:
             os.rename(self.target, previous)
             os.rename(self.folder, self.target)
             self._replaced = previous
-            self._bring_over(previous)
+            others.bring_over(previous, self.target)
             self._sync_above()
             self._drop(previous)
 
@@ -471,24 +469,21 @@ class Staging:
             self._is_unsynced = True
             raise
 
-    def _take_over(self) -> None:
-        """Give the new folder what it takes over from the one that it replaces."""
+    def _take_over(self) -> Others:
+        """Give the new folder what it takes over from the one that it replaces; what others keep there."""
         # It may have been mounted since the save began.
         check_unmounted(self.target)
         take_file_modes(self.folder, self.target, self.old_names)
-        self._others = Others(self.old_names, self._sync)
+        self._others = others = Others(self.old_names, self._sync)
         try:
-            self._others.carry(self.target, self.folder)
+            others.carry(self.target, self.folder)
         except OSError as error:
             doing = "publishing the checkpoint beside a file of others"
             raise storage_error(error, doing, error.filename or self.target) from error
         lacking = take_after(self.folder, self.target)
         if lacking:
             logger.warning("%s is replaced by a folder that cannot be given its %s", self.target, ", ".join(lacking))
-
-    def _bring_over(self, old: Path) -> None:
-        if self._others is not None:
-            self._others.bring_over(old, self.target)
+        return others
 
     def _publish_in_place(self) -> None:
         names = sorted(os.listdir(self.folder), key=lambda name: (name in _LAST_NAMES, name))

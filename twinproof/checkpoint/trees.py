@@ -371,8 +371,9 @@ class Others:
         is_own = not folder and (name in self._own or is_checkpoint_name(name))
         is_folder = source.is_dir() and not source.is_symlink()
         if not is_own and not os.path.lexists(source):
-            self._note_deleted(path)
+            # What the system refuses here is known until the next look, which tries it again and tells it.
             self._forget(new, path, kept)
+            self._note_deleted(path)
             return False
         if not is_own and is_folder and target.is_dir():
             self._settle_folder(old, new, path, failures, is_clearing=is_clearing)
@@ -396,8 +397,9 @@ class Others:
 
     def _forget(self, new: Path, path: str, kept: _Kept | None) -> None:
         """Remove from the new folder what others removed from the old one, unless it is another by now."""
-        for name, below in self._kept.pop(path, {}).items():
+        for name, below in self._kept.get(path, {}).items():
             self._forget(new, os.path.join(path, name), below)
+        self._kept.pop(path, None)
         if kept is None or not _is_still(kept.target, new / path):
             return
         if kept.target:

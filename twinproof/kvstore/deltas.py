@@ -202,7 +202,7 @@ class Fingerprints:
         self.first_mark = 0
         self._at: dict[int, dict[str, dict[str, LoadedPart | None]]] = {}
         self._loaded: dict[str, str | None] = {}
-        self._parts: dict[str, LoadedPart] = {}
+        self._parts: dict[str, LoadedPart | None] = {}
 
     def note(self, mark: int, names: dict[str, str], part: LoadedPart | None = None) -> None:
         """The tables hold at ``mark`` what these fingerprints name, or a part; the same contents may have several."""
@@ -243,7 +243,7 @@ class Fingerprints:
         """Remember what the table was loaded from, and which part of it; None is something without a fingerprint."""
         self._loaded[table] = name
         self._parts.pop(table, None)
-        if name is not None and part is not None:
+        if name is not None:
             self._parts[table] = part
 
     def forget(self, table: str) -> None:

@@ -871,8 +871,9 @@ class _Load:
             found = convert_rows(rows, source, target, weights_only=self.weights_only)
             self.store.set_rows(table, found.contiguous())
             row_count += some.numel()
-        if not self.clear or ids is None:
+        if not self.clear:
             return row_count, 0
+        assert ids is not None
         present = self.store.ids(table)
         self.store.delete(table, present[~torch.isin(present, ids)].contiguous())
         return row_count, other_count

@@ -739,8 +739,8 @@ class MovePlan:
                 yield bundle, name, tensor
 
     def part(self, groups: Sequence[dict[str, Any]]) -> Any:
-        """What the arithmetic steps where it is to step these groups only: see ``standing_for``."""
-        return standing_for(self.optimizer, known_kind(type(self.optimizer)) or Optimizer, groups)
+        """What arithmetic that is separable steps where it is to step these groups only: see ``standing_for``."""
+        return standing_for(self.optimizer, known_kind(type(self.optimizer)), groups)
 
     def host_empty(self, size_bytes: int) -> torch.Tensor:
         """Host memory as the options want it, uint8."""

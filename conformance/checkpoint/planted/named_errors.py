@@ -59,3 +59,8 @@ errors_of_callers_are_told = patched(
     mutated("twinproof.checkpoint.publish:named_errors", "sys.exc_info()[1]", "None"),
     kills="CKPT-869",
 )
+causes_lead_to_the_caller = patched(
+    "Of an error with a cause it is taken for granted that what the caller was handling stands behind it.",
+    mutated("twinproof.checkpoint.publish:named_errors", " and seen is not None and ", " and "),
+    kills="CKPT-869",
+)

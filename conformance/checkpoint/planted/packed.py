@@ -47,6 +47,16 @@ ends_of_blocks_pass = patched(
     mutated(f"{_PLANNERS}:check_blocks", "if box is None or any(", "if box is None or all("),
     kills="CKPT-942",
 )
+any_place_is_a_block = patched(
+    "What begins where no block does is taken to lie in the first one.",
+    mutated(f"{_PLANNERS}:check_blocks", "blocks.get(at, (None, None))", "blocks.get(at, next(iter(blocks.values())))"),
+    kills="CKPT-954",
+)
+places_without_blocks_pass = patched(
+    "What begins where no block does is not looked at.",
+    mutated(f"{_PLANNERS}:check_blocks", "if box is None or any(", "if box is not None and any("),
+    kills="CKPT-954",
+)
 packed_beside_rows = patched(
     "Packed shards that are loaded beside rows are taken for one block.",
     mutated("twinproof.kvstore.statedict:KVLoadPlanner.create_local_plan", "self._with_blocks(plan, rest)", "{}"),

@@ -32,3 +32,13 @@ read_only_checkpoints_stay = patched(
     swap(f"{_TREES}:_let_in", nothing),
     kills="CKPT-926",
 )
+links_are_followed = patched(
+    "A folder outside that a link in a leftover leads to is opened to its owner.",
+    mutated(f"{_TREES}:_let_in", "os.lstat(folder)", "os.stat(folder)"),
+    kills="CKPT-939",
+)
+vain_attempts_are_told = patched(
+    "That a folder could not be opened is told, and not what could not be deleted.",
+    mutated(f"{_TREES}:_let_in", "except PermissionError:", "except ():"),
+    kills="CKPT-939",
+)

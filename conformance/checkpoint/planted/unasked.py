@@ -84,3 +84,43 @@ unlike_entries_of_all_ranks_loaded = patched(
     ),
     kills="CKPT-901",
 )
+objects_are_mappings = patched(
+    "The state of an object is taken to be a mapping.",
+    mutated(f"{_NATIVE}:as_saved", "not isinstance(value, Mapping) or name in saved", "name in saved"),
+    kills="CKPT-955",
+)
+objects_of_nothing_demanded = patched(
+    "An object that says nothing has to be in the checkpoint.",
+    mutated(f"{_NATIVE}:as_saved", " and any(part is _UNSAVED for part in parts.values())", ""),
+    kills="CKPT-956",
+)
+states_of_any_size = patched(
+    "A state of a parameter is loaded in the size that it was saved with.",
+    mutated(f"{_NATIVE}:not_asked", "if path[0] in names or str(path[1]).startswith(_GROUPS)", "if True"),
+    kills="CKPT-957",
+)
+filled_without_memory = patched(
+    "A tensor without memory is taken for one that is read into.",
+    mutated(f"{_NATIVE}:_fits", " and not target.is_meta", ""),
+    kills="CKPT-958",
+)
+placed_without_memory = patched(
+    "What takes the place of a tensor without memory has none.",
+    mutated(f"{_NATIVE}:_placed_in", " and not value.is_meta", ""),
+    kills="CKPT-958",
+)
+gaps_are_asked_for = patched(
+    "A place in a list of which the checkpoint has nothing is asked for, as torch does.",
+    mutated("twinproof.checkpoint.planners:FillingPlanner.set_up_planner", "del self.state_dict[name]", "pass"),
+    kills="CKPT-959",
+)
+later_entries_in_gaps = patched(
+    "What an object says by now in the place of a mapping without entries is asked for.",
+    mutated(f"{_NATIVE}:_saved_part", "_emptied(value[place]) if", "value[place] if"),
+    kills="CKPT-959",
+)
+nothing_in_gaps = patched(
+    "A mapping without entries comes back as None where a fresh object had said nothing.",
+    mutated(f"{_NATIVE}:_placed_in", "[{} for _ in", "[None for _ in"),
+    kills="CKPT-959",
+)

@@ -80,3 +80,48 @@ unreadable_step_passed_over = patched(
     mutated(f"{_MANAGER}:is_whole", "(CorruptionError, FileNotFoundError)", "(CorruptionError, OSError)"),
     kills="CKPT-907",
 )
+all_that_was_read_is_known = patched(
+    "What was found out of steps is kept for ever.",
+    mutated(f"{_WHOLE}:Known.keep", "while len(self._found) > _KNOWN_MAX:", "while False:"),
+    kills="CKPT-950",
+)
+one_less_is_known = patched(
+    "One step less is known than is said.",
+    mutated(f"{_WHOLE}:Known.keep", "> _KNOWN_MAX:", ">= _KNOWN_MAX:"),
+    kills="CKPT-950",
+)
+first_looks_count = patched(
+    "The step that was read first is forgotten, though it was read again since.",
+    mutated(f"{_WHOLE}:Known.keep", "self._found.move_to_end(os.path.abspath(folder))", "pass"),
+    kills="CKPT-950",
+)
+all_files_are_of_the_step = patched(
+    "Whatever changes in a step's folder, its headers are read again.",
+    mutated(f"{_WHOLE}:_check_hf", " if _is_of_hf(name)", ""),
+    kills="CKPT-951",
+)
+hidden_files_are_of_the_step = patched(
+    "A hidden file counts as one of the step.",
+    mutated(f"{_WHOLE}:_is_of_hf", 'and not name.startswith(".")', ""),
+    kills="CKPT-951",
+)
+any_name_is_of_the_step = patched(
+    "Whatever is not hidden counts as a file of the step.",
+    mutated(f"{_WHOLE}:_is_of_hf", "name.endswith(SUFFIX) and ", ""),
+    kills="CKPT-951",
+)
+metadata_names_files = patched(
+    "Metadata that says nothing of files is read after each save.",
+    mutated(f"{_WHOLE}:ends_of", "(metadata.storage_data or {})", "metadata.storage_data"),
+    kills="CKPT-952",
+)
+storage_is_files = patched(
+    "Metadata of storage of another kind is read after each save.",
+    mutated(f"{_WHOLE}:ends_of", 'if hasattr(info, "relative_path"):', "if True:"),
+    kills="CKPT-952",
+)
+headers_end_retention = patched(
+    "A header that is malformed fails the next save.",
+    mutated(f"{_WHOLE}:_check_hf", "except (FormatError, UnsupportedError):", "except ():"),
+    kills="CKPT-953",
+)

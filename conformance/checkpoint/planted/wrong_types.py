@@ -65,3 +65,13 @@ classes_are_objects = patched(
     mutated("twinproof.checkpoint.native:check_stateful", "isinstance(value, type) or", "False or"),
     kills="CKPT-839",
 )
+any_path_is_a_name = patched(
+    "A path with a NUL goes to the system.",
+    mutated("twinproof.checkpoint.format:local_path", 'if "\\0" in text:', "if False:"),
+    kills="CKPT-960",
+)
+names_without_a_path = patched(
+    "A path with a NUL is refused without what it was.",
+    mutated("twinproof.checkpoint.format:local_path", "got=repr(text)[:200], expected", 'got="a NUL", expected'),
+    kills="CKPT-960",
+)

@@ -26,3 +26,8 @@ others_are_told_by_torch = patched(
     mutated(_NAMED, "if rank not in first:", "if False:"),
     kills="KV-468",
 )
+who_waited_is_nobody = patched(
+    "Where every rank says that another one failed, none is found that did.",
+    mutated(_NAMED, "own or failures", "own"),
+    kills="KV-473",
+)

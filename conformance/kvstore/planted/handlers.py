@@ -36,3 +36,13 @@ steps_behind_all_tables = patched(
     ),
     kills="KV-481",
 )
+failed_clears_are_no_bases = patched(
+    "A table that a clear has failed on is no base any more.",
+    mutated("twinproof.kvstore.deltas:Fingerprints.forgetting", "if is_known:", "if False:"),
+    kills="KV-474",
+)
+failed_clears_are_loads = patched(
+    "A table that was never loaded counts as loaded from something without a name, when a clear has failed on it.",
+    mutated("twinproof.kvstore.deltas:Fingerprints.forgetting", "if is_known:", "if True:"),
+    kills="KV-474",
+)

@@ -128,3 +128,17 @@ nothing_needs_a_base = patched(
     mutated(_LOAD, "if table in named_anew:", "if True:"),
     kills="KV-471",
 )
+parts_of_any_buckets_join = patched(
+    "Ranges of other buckets are counted together.",
+    mutated(_JOINED, "if self.buckets != other.buckets:", "if False:"),
+    kills="KV-475",
+)
+first_part_of_two = patched(
+    "Of parts that cannot be counted together the earlier one counts.",
+    mutated(
+        _JOINED,
+        "if self.buckets != other.buckets:\n        return other",
+        "if self.buckets != other.buckets:\n        return self",
+    ),
+    kills="KV-475",
+)

@@ -95,3 +95,17 @@ memory_of_the_rows_there_are = patched(
     mutated("twinproof.kvstore.views:LazyRows.memory_for", "torch.empty(sizes,", "torch.empty(self.shape,"),
     kills="KV-413",
 )
+states_of_weights = patched(
+    "A view of weights is taken for a state of its rows' optimizer.",
+    mutated(
+        "twinproof.kvstore.views:KVTensor.state_optimizer",
+        ' or self.view_name in ("row", "weight", "metadata")',
+        "",
+    ),
+    kills="KV-476",
+)
+layouts_are_always_kept = patched(
+    "A view is taken to have been pickled with the layout of its rows.",
+    mutated("twinproof.kvstore.views:KVTensor.state_optimizer", "self._layout is None or ", ""),
+    kills="KV-476",
+)

@@ -120,3 +120,13 @@ containers_stepped_whole = patched(
     mutated("twinproof.offload.driver:unwrapped", "if several is not None:", 'if several == "chained_optimizers":'),
     kills="OPT-255",
 )
+
+empty_places_for_optimizers = patched(
+    "Where an optimizer has a place for others, it is taken for filled.",
+    mutated(
+        "twinproof.offload.driver:_has_optimizers",
+        "isinstance(part, tuple) and part else",
+        "isinstance(part, tuple) else",
+    ),
+    kills="OPT-255",
+)

@@ -31,6 +31,14 @@ meshes_of_states_unseen = patched(
     kills="OPT-505",
 )
 
+meshes_of_plain_parameters = patched(
+    "A DTensor is loaded for a state of a plain parameter.",
+    mutated(
+        f"{_DRIVER}:_check_kind", "mesh_of(value) != mesh_of(param)", "mesh_of(param) not in (None, mesh_of(value))"
+    ),
+    kills="OPT-505",
+)
+
 states_on_meta_loaded = patched(
     "A state that has no values is loaded.",
     mutated(f"{_DRIVER}:check_saved", "isinstance(value, torch.Tensor) and value.is_meta", "False"),

@@ -76,3 +76,33 @@ gradients_taken_with_the_step = patched(
     mutated(f"{_STATES}:MasterWeights.give_back", "master.given = None", "master.given = param.grad = None"),
     kills="OPT-593",
 )
+
+models_never_go = patched(
+    "A master is taken to have a model for ever.",
+    mutated(f"{_STATES}:_has_own", "param is None or ", ""),
+    kills="OPT-528",
+)
+
+cleared_with_the_model = patched(
+    "Clearing the gradient of a master needs its model.",
+    mutated(f"{_STATES}:_take_grad", "param is not None and master.is_driven", "master.is_driven"),
+    kills="OPT-528",
+)
+
+cleared_by_nobody = patched(
+    "Clearing the gradient of a master clears its parameter's, whoever steps it.",
+    mutated(f"{_STATES}:_take_grad", "param is not None and master.is_driven", "param is not None"),
+    kills="OPT-529",
+)
+
+gradients_of_any_kind = patched(
+    "What a master is given is taken for a tensor.",
+    mutated(f"{_STATES}:_take_grad", " if isinstance(value, torch.Tensor) else value", ""),
+    kills="OPT-529",
+)
+
+gradients_of_the_failed_step_shown = patched(
+    "Masters show what a failed step had taken, whatever gradients the model has got since.",
+    mutated(f"{_STATES}:_has_own", "(param.grad is grad and grad._version == version)", "grad._version == version"),
+    kills="OPT-540",
+)
