@@ -120,7 +120,12 @@ def test_pipe_004_one_row_very_often(pipeline: Any) -> None:
         assert_same_tensor(table, expected, where=f"table with {count} threads")
 
 
-@requirement("PIPE-005", "What would read or write outside MUST raise RuntimeError and change nothing.", needs=KERNELS)
+@requirement(
+    "PIPE-005",
+    "What would read or write outside MUST raise RuntimeError and change nothing; of ids it says how many, and "
+    "where the first is.",
+    needs=KERNELS,
+)
 @examples(60)
 @given(st.data())
 def test_pipe_005_refusals(pipeline: Any, data: st.DataObject) -> None:
@@ -145,9 +150,10 @@ def test_pipe_005_refusals(pipeline: Any, data: st.DataObject) -> None:
     out = torch.full_like(a.grad, 7.0)
     bad = Arguments(**{**vars(a), "indices": indices, "offsets": offsets})
     bags = (a.feature_tables, indices, offsets)
-    with raises(RuntimeError, where=f"pooling with {change}"):
+    said = (f"1 outside of their tables, the first at position {at}",) if change.endswith(("id", "large")) else ()
+    with raises(RuntimeError, mentions=said, where=f"pooling with {change}"):
         ops.pool_bags(a.tables, *bags, a.weights, a.means, out)
-    with raises(RuntimeError, where=f"a step with {change}"):
+    with raises(RuntimeError, mentions=said, where=f"a step with {change}"):
         bad.step(ops, a.tables)
     with raises(RuntimeError, where=f"gradients of weights with {change}"):
         ops.bag_weight_gradients(a.tables, *bags, a.means, a.grad)
