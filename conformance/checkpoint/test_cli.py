@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from conformance.checkpoint.cases import assert_folder, random_bits, save, save_ranks
+from conformance.checkpoint.cases import assert_folder, load, random_bits, save, save_ranks, save_with
 from conformance.checkpoint.hostile import pack
-from conformance.harness import Rank, assert_equal, requirement, succeeds
+from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.provers.search_path import search_path
+from twinproof.errors import MissingCheckpointError
 
 NEEDS = ("staged_copies",)
 
@@ -190,8 +192,8 @@ _BAD_PATHS = {
     "n" * 300 + "/b.safetensors": ("OSError", "OSError", "OSError"),
     "pipe": ("FormatError", None, "MissingCheckpointError"),
     "text": ("FormatError", "FormatError", "MissingCheckpointError"),
-    "empty": ("FileNotFoundError", "IsADirectoryError", None),
-    "empty.safetensors": ("FileNotFoundError", "IsADirectoryError", None),
+    "empty": ("MissingCheckpointError", "IsADirectoryError", None),
+    "empty.safetensors": ("MissingCheckpointError", "IsADirectoryError", None),
 }
 _BAD_OUTPUTS = {
     "text": "CheckpointExistsError",
@@ -355,3 +357,48 @@ def test_readers_that_have_gone(
             output.close()
         said = capsys.readouterr().err
         assert_equal((code, "ipe" in said), (141, False), where=f"{where}: {said[-300:]}")
+
+
+def _folders_of_others(path: Path) -> dict[Path, tuple[str, ...]]:
+    """Folders without safetensors files, and what is to be said of each."""
+    native, run, others = (path / name for name in ("native", "run", "others"))
+    save_with(dcp.FileSystemWriter(native), {"w": torch.ones(2)})
+    for name in ("step-9", "step-10", "step-2", "step-11", "steps"):
+        (run / name).mkdir(parents=True)
+    others.mkdir()
+    (others / "pytorch_model.bin").write_bytes(b"")
+    return {
+        native: ("format, with .metadata", "load_training", "CheckpointManager", "dcp.load"),
+        run: ("['step-9', 'step-10', 'step-11']", "one of them"),
+        others: ("got: ['pytorch_model.bin']", "expected: safetensors files;"),
+    }
+
+
+@requirement(
+    "CKPT-964",
+    "Of a folder without safetensors files a reader MUST say what it has: torch's format and who reads that, the last "
+    "steps of a run, or its files.",
+)
+def test_folders_of_others(checkpoint: Any, tmp_path: Path) -> None:
+    for folder, words in _folders_of_others(tmp_path).items():
+        said = ("no safetensors file", f"where: {folder}", *words)
+        with raises(MissingCheckpointError, mentions=said, where=folder.name):
+            load(checkpoint, {"w": torch.zeros(2)}, folder)
+
+
+@requirement(
+    "CKPT-965",
+    "Of a folder without safetensors files every command of the shell, but clean, MUST say what a reader says, and end "
+    "with the status of what is no checkpoint.",
+    needs=NEEDS,
+)
+def test_commands_on_folders_of_others(impl: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(f"{impl.__name__}.checkpoint.__main__").main
+    for folder, words in _folders_of_others(tmp_path).items():
+        for command, status in {"inspect": 1, "verify": 1, "diff": 2, "consolidate": 1}.items():
+            more = [str(tmp_path / "out")] if command in ("diff", "consolidate") else []
+            code = main([command, str(folder), *more])
+            text = capsys.readouterr().err
+            assert_equal(code, status, where=f"{command} {folder.name}")
+            missing = [word for word in (f"where: {folder}", *words) if word not in text]
+            assert_equal(missing, [], where=f"what {command} does not say of {folder.name}: {text[-500:]}")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from conformance.checkpoint import crash_programs as programs
+from conformance.checkpoint.cases import assert_loads, save
 from conformance.checkpoint.crash_driver import Crashes
 from conformance.checkpoint.crash_folders import NEW, nothing
 from conformance.checkpoint.trainer import Trainer, alone
@@ -197,3 +198,34 @@ def _assert_of_elsewhere() -> None:
             with raises(expected, where=f"in a handler, behind it {what}") as caught, named_errors("writing", "here"):
                 raise RuntimeError("of something else") from cause
         assert_equal("ENOSPC" in str(caught.error), expected is StorageError, where=f"what is told, behind it {what}")
+
+
+@requirement(
+    "CKPT-966",
+    "A folder or file with a name too long for the hidden ones beside it MUST be a StorageError that says how long a "
+    "name may be, also where it is there; nothing is left, and what is there stays. Tensors may have any name.",
+)
+@pytest.mark.parametrize("length", [240, 300])
+def test_names_that_are_too_long(checkpoint: Any, tmp_path: Path, length: int) -> None:
+    name, state = "n" * length, {"w" * 500: torch.ones(2)}
+    save(checkpoint, state, tmp_path / "ck", enable_consolidation=False)
+    assert_loads(checkpoint, tmp_path / "ck", state)
+    if length < 256:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").write_bytes(b"")
+    file = f"{'f' * length}.safetensors"
+    ways: dict[str, Callable[[], Any]] = {
+        "a save": lambda: save(checkpoint, state, tmp_path / name),
+        "a file": lambda: checkpoint.save_file(state, tmp_path / file),
+        "a merge": lambda: checkpoint.consolidate_safetensors_files(tmp_path / "ck", tmp_path / name),
+    }
+    before = sorted(tmp_path.rglob("*"))
+    for what, way in ways.items():
+        where = file if what == "a file" else name
+        said = ("ENAMETOOLONG", "232 of 255", f"where: {tmp_path / where}")
+        with raises(StorageError, mentions=said, where=f"{what}, {length} bytes"):
+            way()
+        assert_equal(sorted(tmp_path.rglob("*")), before, where=f"what is there behind {what}")
+    with succeeds("a save", where="under the longest name that always works"):
+        for _ in range(2):
+            save(checkpoint, state, tmp_path / ("n" * 232))

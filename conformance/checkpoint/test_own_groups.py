@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.constants import default_pg_timeout
 
 import twinproof.checkpoint.groups as groups
 from conformance.checkpoint.cases import FILE, PT, oracle
@@ -25,7 +26,7 @@ from conformance.checkpoint.trainer import Trainer
 from conformance.harness import Rank, assert_equal, assert_le, assert_same_bytes, raises, requirement, succeeds
 from conformance.provers.ranks import RankPool
 from twinproof.checkpoint.native import NativeStorageWriter
-from twinproof.errors import MissingCheckpointError
+from twinproof.errors import DistributedError, MissingCheckpointError
 
 _STATE = {"w": torch.ones(2)}
 
@@ -298,3 +299,63 @@ def _ended_with_all(rank: Rank) -> None:
 def test_groups_behind_the_default_group(impl: ModuleType) -> None:
     with RankPool(impl.__name__) as pool:
         pool.run(_ended_with_all, 2)
+
+
+def _meet_late(rank: Rank, path: str) -> None:
+    """Rank 1 does not come until rank 0 has given up; then both do. The store's own limit is not the group's."""
+    dist.destroy_process_group()
+    limit, patient = timedelta(seconds=1), timedelta(seconds=50)
+    dist.init_process_group("gloo", f"file://{path}/store", limit, rank.world_size, rank.rank)
+    store = dist.distributed_c10d._get_default_store()
+    if rank.rank == 1:
+        store.wait(["given up"], patient)
+    missing = (f"no ranks [{1 - rank.rank}]", f"{limit}", "default group")
+    with (
+        mock.patch.object(groups, "default_pg_timeout", timedelta(seconds=2)),
+        raises(DistributedError, mentions=missing, where=f"rank {rank.rank}"),
+    ):
+        groups.own_group()
+    store.set("given up" if rank.rank == 0 else "told", "")
+    store.wait(["told"], patient)
+    with (
+        mock.patch.object(groups, "_limit", return_value=patient),
+        succeeds("a group behind it", where=f"rank {rank.rank}"),
+    ):
+        group = groups.own_group()
+    waits = group._get_backend(torch.device("cpu")).options._timeout
+    assert_equal(waits, default_pg_timeout, where="how long a rank that writes is waited for")
+    assert_equal(_sum_over(group, rank), 3, where="a sum over it")
+
+
+@requirement(
+    "CKPT-961",
+    "Where a rank does not come to make the process group of a save, the others MUST be told by a DistributedError of "
+    "its number, as soon as the default group's own timeout is over, and one that comes later too; the next group MUST "
+    "be made as ever.",
+)
+def test_ranks_that_do_not_come(impl: ModuleType, tmp_path: Path) -> None:
+    with RankPool(impl.__name__) as pool:
+        pool.run(_meet_late, 2, str(tmp_path))
+
+
+def _killed(rank: Rank) -> None:
+    for _ in range(2):
+        groups.end_group(groups.own_group())
+    dist.barrier()
+    made = dist.distributed_c10d._world.pg_map
+    with (
+        mock.patch.object(groups, "on_any_rank", side_effect=RuntimeError("Connection closed by peer")),
+        raises(DistributedError, mentions=("rank is gone", "closed by peer"), where="a group that ranks agree on"),
+    ):
+        groups.own_group()
+    assert_equal(len(made), 3, where="groups behind it")
+
+
+@requirement(
+    "CKPT-962",
+    "Where a connection of the groups that saves share breaks while ranks agree on the next, own_group MUST raise "
+    "DistributedError, with what the connection said.",
+)
+def test_connections_that_break(impl: ModuleType) -> None:
+    with RankPool(impl.__name__) as pool:
+        pool.run(_killed, 2)

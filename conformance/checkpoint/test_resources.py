@@ -50,7 +50,7 @@ from conformance.harness import (
 )
 from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
 from conformance.provers.search_path import search_path
-from twinproof.errors import CorruptionError, TwinproofError
+from twinproof.errors import CorruptionError, StorageError, TwinproofError
 
 MIB = 1 << 20
 
@@ -492,3 +492,57 @@ def test_progress_by_turns(checkpoint: Any, tmp_path: Path, work: str) -> None:
             load(checkpoint, state, tmp_path / "ck", progress=progress, thread_count=2)
     assert_equal(asked.is_set(), True, where=f"another thread had something to tell, {work}")
     assert_equal((overlaps, told), ([], sorted(told)), where=f"calls beside another, and all that was told, {work}")
+
+
+@contextmanager
+def _descriptors_left(count: int) -> Iterator[int]:
+    """This process may open so many files more; gives its limit meanwhile."""
+    used = {int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
+    limit = [number for number in range(len(used) + count + 1) if number not in used][count]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@requirement(
+    "CKPT-963",
+    "A save, a merge or a load for which the process may not open enough files MUST succeed, or be a StorageError that "
+    "names the file, the process's limit and, in a save, how many files it writes; nothing is shown then, none is left "
+    "open, and the next one succeeds.",
+)
+@pytest.mark.parametrize("left_count", [0, 6])
+def test_too_few_descriptors(checkpoint: Any, tmp_path: Path, left_count: int) -> None:
+    state = {f"w{i:02}": random_bits(torch.float32, (3, 5), i) for i in range(20)}
+    mapping = {name: 1 + i for i, name in enumerate(state)}
+    for name, whole in {"ck": True, "parts": False}.items():
+        options = {"fqn_to_index_mapping": mapping, "durable": False, "enable_consolidation": whole}
+        save(checkpoint, state, tmp_path / name, **options)
+    merge = partial(checkpoint.consolidate_safetensors_files, tmp_path / "parts", fqn_to_index_mapping=mapping)
+    ways: dict[str, Callable[[Path], Any]] = {
+        "a merge": merge,
+        "a save": lambda out: save(checkpoint, state, out, fqn_to_index_mapping=mapping, durable=False),
+        "a load": lambda _: assert_loads(checkpoint, tmp_path / "ck", state),
+    }
+    for name, way in ways.items():
+        way(tmp_path / f"first {name}")
+        gc.collect()
+        before, failure, out = _descriptors(tmp_path), None, tmp_path / name
+        with _descriptors_left(left_count) as limit:
+            try:
+                way(out)
+            except BaseException as error:
+                failure = error
+        if failure is not None:
+            counts = ("one of 20",) if left_count and name == "a save" else ()
+            said = ("EMFILE", f"limit of {limit}", "ulimit -n", f"where: {tmp_path}", *counts)
+            with raises(StorageError, mentions=said, where=f"{name} with {left_count} descriptors"):
+                raise failure
+            assert_equal(out.exists(), False, where=f"something is shown by {name}")
+            # It holds frames.
+            failure = None
+        assert_equal(sorted((_descriptors(tmp_path) - before).elements()), [], where=f"files left open by {name}")
+        with succeeds(name, where="with as many as before"):
+            way(out)

@@ -6,8 +6,10 @@ import errno
 import functools
 import json
 import os
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -591,3 +593,43 @@ def test_checksums(kvstore: Any, tmp_path: Path, form: str) -> None:
     assert_contents(other, before, where="after a flipped bit")
     with succeeds("load", where="sums that nobody asks for"):
         kvstore.load(fresh(kvstore), tmp_path / "ck")
+
+
+@contextmanager
+def _descriptors_left(count: int) -> Iterator[int]:
+    """This process may open so many files more; gives its limit meanwhile."""
+    used = {int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
+    limit = [number for number in range(len(used) + count + 1) if number not in used][count]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@requirement(
+    "KV-491",
+    "A load for which the process may not hold all its files open, or open one of them, MUST be a StorageError that "
+    "names the file, the process's limit and, where they are opened, how many it holds; the store keeps its rows, and "
+    "the next load succeeds.",
+)
+def test_too_few_descriptors(kvstore: Any, tmp_path: Path) -> None:
+    folder, keys = tmp_path / "ck", range(10)
+    # A file for each tensor.
+    save(kvstore, filled(kvstore, keys), folder, max_shard_size=1)
+    files = sorted(str(file) for file in folder.glob("*.safetensors"))
+    saved = kvstore.SavedRows(folder)
+    for left_count in (0, 2):
+        for store in (fresh(kvstore), filled(kvstore, [1000])):
+            before = contents(store)
+            said = (f"holding {len(files)} files",) if left_count == 2 else ()
+            said = ("EMFILE", "ulimit -n", f"where: {folder}", *said)
+            with raises(StorageError, mentions=said, where=f"{left_count} descriptors"), _descriptors_left(left_count):
+                kvstore.load(store, folder)
+            assert_contents(store, before, where=f"behind a load with {left_count} descriptors")
+            with succeeds("the next load", where=f"behind one with {left_count} descriptors"):
+                kvstore.load(store, folder)
+    file = saved.file_of("a.rows")
+    with raises(StorageError, mentions=("EMFILE", f"where: {file}"), where="a held file"), saved.held(("a",)):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), saved.file_of("a.rows"))

@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from conformance.harness import assert_equal, assert_same_tensor, raises, requirement, succeeds
@@ -634,3 +636,22 @@ def test_staging_of_several_stores(kvstore: Any, checkpoint: Any, tmp_path: Path
             for key, tensor in tensors.items():
                 assert_bits(staged[f"{name}.{key}"].full_tensor(), tensor, where=f"turn {turn}: {name}.{key}")
         del staged, views
+
+
+@requirement(
+    "KV-493",
+    "A save of lazy rows in chunks MUST look at no caller's locals but torch's own: one that has torch's writer of "
+    "HF files by the name that torch gives it is not refused for it, and what a caller has and lets go is gone.",
+)
+def test_locals_of_callers(kvstore: Any, tmp_path: Path) -> None:
+    store = filled(kvstore, KEYS)
+    rows = kvstore.KVTensor(store, store.ids("a"), "weight", table="a", chunk_rows=2)
+    # As a program may call it that saves in two ways.
+    storage_writer = HuggingFaceStorageWriter(str(tmp_path / "other"))
+    let_go = torch.ones(3)
+    watched = weakref.ref(let_go)
+    with warnings.catch_warnings(), succeeds("a save", where=f"beside {type(storage_writer).__name__}"):
+        warnings.simplefilter("ignore")
+        dcp.save({"rows": rows}, storage_writer=dcp.FileSystemWriter(tmp_path / "ck"), no_dist=True)
+    del let_go
+    assert_equal(watched() is None, True, where="a tensor that its caller has let go")

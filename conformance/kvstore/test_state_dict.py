@@ -24,7 +24,14 @@ from conformance.kvstore.cases import (
     save,
     store_of,
 )
-from twinproof.errors import ConfigError, ShapeError, StoreClosedError, TwinproofError, UnsupportedError
+from twinproof.errors import (
+    ConfigError,
+    MissingKeyError,
+    ShapeError,
+    StoreClosedError,
+    TwinproofError,
+    UnsupportedError,
+)
 
 DTYPES = (torch.float64, torch.int64, torch.int32, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
 NAMES = ("weight", "momentum1", "momentum2", "metadata")
@@ -351,3 +358,24 @@ def test_views_of_another_optimizer(kvstore: Any, tmp_path: Path, kind: str) -> 
             if plain["t.momentum2"].shape[1] == store.layout("t").state_slots["momentum2"].count:
                 with succeeds("load_state_dict", where=f"{where}: plain tensors, which know no optimizer"):
                     store.load_state_dict(plain, clear=True)
+
+
+@requirement(
+    "KV-492",
+    "A module's load_state_dict without the optimizer's states MUST be an error that names them, the table, and the "
+    "verb of the store that loads weights alone, as a module's has no option for it; that verb loads them.",
+)
+def test_modules_without_states(kvstore: Any) -> None:
+    keys = [1, 2, 3]
+    source, store = store_of(kvstore), store_of(kvstore)
+    for each in (source, store):
+        each.set_rows("t", random_rows(each, keys if each is source else [7], 1))
+    before, state = contents(store), kvstore.KVEmbedding(source).state_dict()
+    alone = {name: state[name].full_tensor() for name in ("weight", "weight_id")}
+    said = ("['momentum1', 'momentum2']", "where: t", "the store's load_state_dict with weights_only=True")
+    with raises(MissingKeyError, mentions=said, where="a module"):
+        kvstore.KVEmbedding(store).load_state_dict(alone)
+    assert_contents(store, before, where="behind it")
+    with succeeds("load_state_dict", where="the verb that is named"):
+        store.load_state_dict({f"t.{name}": value for name, value in alone.items()}, weights_only=True, clear=True)
+    assert_bits(store.get("t", ids_of(keys)), source.get("t", ids_of(keys)), where="weights")

@@ -35,7 +35,7 @@ class _Arm:
         ]
         self.model = torch.nn.ParameterList(made)
         self.masters = offload.MasterWeights(made)
-        self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=0.1)
+        self.optimizer: Any = torch.optim.AdamW(self.masters.parameters(), lr=0.1)
         self.offloader: Any = None
         if way is None:
             self.masters.attach(self.optimizer)
@@ -176,3 +176,47 @@ def test_models_cast_behind_masters(offload: Any, way: str | None, dtype: torch.
                 each.offloader.close()
         _assert_same(arm.masters.parameters(), plain.masters.parameters(), "masters")
         _assert_same(arm.model, [master.to(dtype) for master in arm.masters.parameters()], f"rounded to {dtype}")
+
+
+def _attached(offload: Any, arm: _Arm, by: str) -> Any:
+    """Another optimizer over the masters of an arm whose first has gone; the model that it steps, and it."""
+    model, masters = arm.model, arm.masters
+    if by == "copied":
+        model, masters = copy.deepcopy((model, masters))
+    optimizer = torch.optim.SGD(masters.parameters(), lr=0.1)
+    if by != "offloaded":
+        masters.attach(optimizer)
+        return model, optimizer, None
+    engine = PretendEngine()
+    return model, optimizer, offload.OptimizerStateOffloader(optimizer, master_weights=masters, engine=engine)
+
+
+@requirement(
+    "OPT-563",
+    "Masters whose offloader was dropped with its optimizer, and not closed, MUST come to their parameters' device for "
+    "the next optimizer that steps them, plain or offloaded, and for a copy: with the values that they had, as masters "
+    "that never left.",
+)
+@pytest.mark.parametrize("way", ["at once", "in chunks", "on request"])
+@pytest.mark.parametrize("by", ["attached", "offloaded", "copied"])
+def test_masters_of_dropped_offloaders(offload: Any, way: str, by: str) -> None:
+    with on_pretend() as device:
+        arm, plain = _Arm(offload, device, way), _Arm(offload, device, None)
+        arm.step(1)
+        plain.step(1)
+        if way == "on request":
+            arm.offloader.offload()
+            arm.offloader.release_gpu_memory()
+        places = [param.device.type for param in arm.masters.parameters()]
+        assert_equal(places, ["cpu"] * 2, where="places of masters")
+        for each in (arm, plain):
+            each.optimizer = each.offloader = None
+        found = []
+        for each in (arm, plain):
+            with succeeds("another optimizer", where=f"{way}, {by}"):
+                model, optimizer, offloader = _attached(offload, each, by)
+                for number in (2, 3):
+                    _step(model, optimizer, number)
+            # It has the optimizer, too.
+            found.append((model, offloader))
+        _assert_same(found[0][0], found[1][0], f"{way}, {by}")

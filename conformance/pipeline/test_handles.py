@@ -11,6 +11,12 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 from conformance.harness import Rank, assert_equal, raises, requirement, succeeds
 from conformance.pipeline.batches import values_of
@@ -255,3 +261,37 @@ def test_other_plans(rank_pool: Any, tmp_path: Path) -> None:
         for (name, state), value in found.items():
             assert_bits(value, expected[name, state], f"{state} of {name}, {first} on {saving}, {second} on {loading}")
             assert_equal(bool(value.any()), True, where=f"whether {state} of {name} has stepped")
+
+
+@requirement(
+    "PIPE-795",
+    "Torch's functions that name states by a model's parameters MUST be refused by name for the optimizer "
+    "in a backward, to save and to load, alone or beside others; its own state dicts go on behind them, and are saved "
+    "from hooks of the model's, too.",
+)
+def test_states_by_names_of_parameters(pipeline: Any) -> None:
+    sharded = _made(pipeline, ALONE, "adam", ("row_wise", "table_wise"), 1)
+    dense = torch.nn.Linear(WIDTH, 1)
+    model, handle = torch.nn.ModuleDict({"tables": sharded, "dense": dense}), sharded.fused_optimizer
+    plain = torch.optim.Adam(dense.parameters())
+    said = ("no parameters of a model", "where: fused_optimizer", "load_state_dict()")
+    for optimizers in ([handle], [plain, handle]):
+        where = f"{len(optimizers)} optimizers"
+        with raises(UnsupportedError, mentions=said, where=f"get_optimizer_state_dict, {where}"):
+            get_optimizer_state_dict(model, optimizers)
+        with raises(UnsupportedError, mentions=said, where=f"get_state_dict, {where}"):
+            get_state_dict(model, optimizers)
+    with raises(UnsupportedError, mentions=said, where="set_optimizer_state_dict"):
+        set_optimizer_state_dict(model, [handle], {"state": {}, "param_groups": []})
+    with succeeds("get_optimizer_state_dict", where="of the dense optimizer"):
+        get_optimizer_state_dict(model, [plain])
+    found: list[Any] = []
+
+    def hook(*_: Any) -> None:
+        found.append(handle.state_dict())
+
+    model.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+    with succeeds("a state dict", where="in a hook of the model's, which torch asks for"):
+        get_model_state_dict(model)
+        handle.load_state_dict(found[0])
+    assert_equal(len(found), 1, where="state dicts in the hook")

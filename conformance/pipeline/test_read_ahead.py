@@ -37,12 +37,14 @@ class Divided(Shifted):
         super().__init__(pipeline)
         self.register_buffer("number", torch.ones(1, dtype=torch.int64, device=device))
         self.frozen = torch.nn.Parameter(torch.ones(1, device=device), requires_grad=False)
-        self.plain, self.loose, self.part = 1, torch.ones(1, dtype=torch.int64, device=device), Part(1, device)
+        self.plain, self.told = 1, 1
+        self.loose, self.part = torch.ones(1, dtype=torch.int64, device=device), Part(1, device)
 
     def forward(self, ids: Any) -> Any:
         """Every id of a table's first rows."""
         self.calls += 1
         by = self.number * self.loose * self.part.number * self.frozen.to(torch.int64) * self.plain
+        by = by * (2 if type(self.told) is bool else 1)
         return self.kind(ids.keys(), ids.values() // by, ids.weights_or_none(), lengths=ids.lengths())
 
 
@@ -63,6 +65,7 @@ EDITS: dict[str, Callable[[Divided, int], Any]] = {
     "a state dict is loaded": _loaded,
     "a frozen parameter is written": lambda module, number: _filled(module.frozen, number),
     "an attribute is assigned": lambda module, number: setattr(module, "plain", number),
+    "a number becomes a flag that equals it": lambda module, number: setattr(module, "told", (1, True)[number % 2]),
     "a tensor without a name is written": lambda module, number: _filled(module.loose, number),
     "a part is replaced": lambda module, number: setattr(module, "part", Part(number, module.number.device)),
 }

@@ -67,8 +67,9 @@ class FileSet:
 
     def write(self, file: int, start: int, pieces: Sequence[torch.Tensor]) -> int:
         """Write pieces one after the other; returns the number of write calls. Raises StorageError."""
+        descriptor = self._descriptor(file)
         try:
-            return write_at(self._descriptor(file), pieces, None if self.sequential else start)
+            return write_at(descriptor, pieces, None if self.sequential else start)
         except OSError as error:
             raise storage_error(error, "writing", self.path(file)) from error
 
@@ -77,11 +78,11 @@ class FileSet:
 
         Returns how many it copied: fewer than ``count`` where it cannot. Raises StorageError.
         """
-        done = 0
+        done, descriptor = 0, self._descriptor(file)
         # Not every Python offers the call, and some file systems copy nothing where there is something.
         while done < count and hasattr(os, "copy_file_range"):
             try:
-                got = os.copy_file_range(source, self._descriptor(file), count - done, offset + done, start + done)
+                got = os.copy_file_range(source, descriptor, count - done, offset + done, start + done)
             except OSError as error:
                 if error.errno not in _CANNOT_COPY:
                     raise storage_error(error, "copying to", self.path(file)) from error
@@ -94,7 +95,12 @@ class FileSet:
     def _descriptor(self, file: int) -> int:
         with self._lock:
             if file not in self._open:
-                self._open[file] = os.open(self.path(file), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                try:
+                    self._open[file] = os.open(self.path(file), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                except OSError as error:
+                    # All that were opened stay so: they are synced together, in the end.
+                    doing = f"opening a file for writing, one of {len(self.names)}, {len(self._open)} of them open,"
+                    raise storage_error(error, doing, self.path(file)) from error
             return self._open[file]
 
     def close(self, *, durable: bool) -> None:

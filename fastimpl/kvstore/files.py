@@ -19,6 +19,7 @@ from fastimpl.kvstore.filling import WaitingRows, fill
 from fastimpl.regimes import regime
 from twinproof.checkpoint.catalog import Catalog
 from twinproof.checkpoint.format import buffer_of, torch_dtype
+from twinproof.checkpoint.whole import refusals
 from twinproof.kvstore.disk import LOAD_CHUNK_ROWS, LoadReport, SavedRows, SavePart, SaveReport, StoreFiles, check_store
 from twinproof.kvstore.rows import Buckets
 from twinproof.kvstore.statedict import rank_and_world
@@ -150,7 +151,8 @@ class _Ranges:
         else:
             result = torch.empty(shape, dtype=dtype, device="cpu")
         first = chunk.begin + start * math.prod(shape[1:]) * dtype.itemsize
-        descriptor = os.open(chunk.file, os.O_RDONLY | os.O_CLOEXEC)
+        with refusals("reading", chunk.file):
+            descriptor = os.open(chunk.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if not ops.file_read(descriptor, first, result):
                 # What is wrong is said as for every other file.

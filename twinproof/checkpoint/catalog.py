@@ -49,7 +49,7 @@ from twinproof.checkpoint.format import (
     read_header,
     torch_dtype,
 )
-from twinproof.checkpoint.unlisted import SHARDING_KEY, with_unlisted
+from twinproof.checkpoint.unlisted import SHARDING_KEY, no_files, with_unlisted
 from twinproof.errors import ConfigError, CorruptionError, FormatError, PlanError, TwinproofError, check_kind
 
 __all__ = [
@@ -443,10 +443,10 @@ def _bits(dtype: str) -> int:
 
 
 def list_files(path: Path) -> list[Path]:
-    """The files of a folder without index. Raises FileNotFoundError, and CorruptionError for a number left out."""
+    """The files of a folder without index. Raises MissingCheckpointError, and CorruptionError for a number left out."""
     names = sorted(name for name in os.listdir(path) if name.endswith(SUFFIX) and not name.startswith("."))
     if not names:
-        raise FileNotFoundError(f"no safetensors file in {path}")
+        raise no_files(path)
     _check_numbering(path, names)
     return [path / name for name in names]
 
@@ -552,7 +552,7 @@ def read_catalog(path: str | os.PathLike[str]) -> Catalog:
         path: a folder, or one ``.safetensors`` file.
 
     Raises:
-        FileNotFoundError: nothing there; MissingCheckpointError where its only copy is put aside.
+        FileNotFoundError: nothing there; MissingCheckpointError: its only copy is put aside, or other files are there.
         FormatError: a malformed header, index or sharding information.
         CorruptionError: files that contradict the index or each other, shards beside an index, gaps, overlaps.
     """

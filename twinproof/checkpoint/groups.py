@@ -1,6 +1,6 @@
 """The process groups that saves make for themselves: as many as are in use at once, and not one for each save.
 
-A group of gloo is a connection to every rank, and a key of each rank in the job's store, which torch never takes back.
+A group of gloo is a connection to every rank, and two keys of each rank in the job's store, which are never taken back.
 So a group that is given back is kept for the next save, once all ranks have given it back and no message is on its way.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from twinproof.checkpoint.publish import on_any_rank, several_ranks
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, DistributedError
 
 __all__ = [
     "begin_exchange",
@@ -104,6 +104,7 @@ _pools: weakref.WeakKeyDictionary[Any, _Pool] = weakref.WeakKeyDictionary()
 
 
 def _connected(patience: timedelta) -> dist.ProcessGroup:
+    _meet(_limit())
     # ``dist.new_group`` returns on a rank while others still connect: they would fail if it ended the group first.
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)
     dist.barrier(group)
@@ -114,28 +115,67 @@ def own_group(holder: object | None = None) -> dist.ProcessGroup:
     """A group of all ranks for messages of the CPU, connected on every rank when it is returned on any.
 
     It waits as long as the default group, and at least as long as any group of torch's: ranks may write for hours.
+    A rank that has no connection yet is waited for as long as the default group does: nobody hears of its death.
     One that was given back on all ranks is used again, so that a job has as many as are taken at once, and one more
     by which ranks agree. All ranks call this, in the same order as each other's calls and those of ``dist.new_group``.
 
     Args:
         holder: the group is given back when this object is gone, if it was not before, and no save uses it.
+
+    Raises:
+        DistributedError: ranks did not come in the time that the default group gives them, or one is gone.
     """
-    made = _pools.setdefault(dist.group.WORLD, _Pool()).take()
+    try:
+        made = _pools.setdefault(dist.group.WORLD, _Pool()).take()
+    except DistributedError:
+        raise
+    except RuntimeError as error:
+        raise DistributedError(
+            "a rank is gone", got=str(error), expected="every rank", where="the process group of a save"
+        ) from error
     made.taken = object()
     if holder is not None:
         weakref.finalize(holder, made.let_go, made.taken).atexit = False
     return made.group
 
 
-def _patience() -> timedelta:
-    """The limit of the default group, which torch tells of its backends alone, or torch's own where that is longer."""
+def _meet(limit: timedelta) -> None:
+    """Wait until every rank is about to connect: gloo waits for one with the group's own limit, and names none."""
+    store, own, count = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    # A number that all ranks have: they make their groups in the same order.
+    meeting = f"twinproof/{store.add(f'twinproof/meetings/{own}', 1)}"
+    names = [f"{meeting}/{rank}" for rank in range(count)]
+    store.set(names[own], "")
+    try:
+        store.wait(names, limit)
+    except RuntimeError as error:
+        # The store itself may be gone, with its rank.
+        missing: object = "no answer from the job's store"
+        with suppress(RuntimeError):
+            missing = f"no ranks {[rank for rank, name in enumerate(names) if not store.check([name])]}"
+            # Who comes later is not to take this rank for one that connects.
+            store.delete_key(names[own])
+        raise DistributedError(
+            "ranks did not come to make the process group of a save",
+            got=missing,
+            expected=f"{count} ranks within {limit}, the default group's timeout",
+            where=f"rank {own}",
+        ) from error
+
+
+def _limit() -> timedelta:
+    """The limit of the default group, which torch tells of its backends alone; torch's own where none tells."""
     world: Any = dist.group.WORLD
-    found = [default_pg_timeout]
+    found = []
     for device in world._device_types:
         # Not every backend has options.
         with suppress(AttributeError, RuntimeError):
             found.append(world._get_backend(device).options._timeout)
-    return max(found)
+    return max(found, default=default_pg_timeout)
+
+
+def _patience() -> timedelta:
+    return max(_limit(), default_pg_timeout)
 
 
 def is_gone(group: dist.ProcessGroup | None) -> bool:

@@ -85,10 +85,16 @@ _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 def storage_error(error: OSError, doing: str, path: StrPath) -> StorageError:
     """The named form of an OSError; keeps ``errno``."""
+    expected = "no error of the system"
+    if error.errno == errno.EMFILE and hasattr(os, "sysconf"):
+        expected = f"a descriptor below the limit of {os.sysconf('SC_OPEN_MAX')} (ulimit -n), all of which are in use"
+    elif error.errno == errno.ENAMETOOLONG:
+        # As NAME.previous-<12 digits> behind a dot.
+        expected = "a name shorter than the file system's limit by 23 bytes (232 of 255): a save hides others beside it"
     result = StorageError(
         f"{doing} failed: {error.strerror}",
         got=errno.errorcode.get(error.errno or 0, error.errno),
-        expected="no error of the system",
+        expected=expected,
         where=os.fspath(path),
     )
     result.errno, result.strerror, result.filename = error.errno, error.strerror, os.fspath(path)

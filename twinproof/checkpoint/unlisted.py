@@ -1,4 +1,4 @@
-"""Safetensors files beside an index that does not name them, and hold what it names in other files.
+"""What else a folder has: files that hold what its index names in others, or other files than safetensors.
 
 Prevents that an old checkpoint is read in silence where a newer one was written over it: torch's writer of shards
 deletes nothing, and torch's reader, as transformers' of ``model.safetensors``, takes what the index does not name.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinproof.checkpoint.format import SUFFIX, read_header
-from twinproof.errors import CorruptionError, FormatError
+from twinproof.checkpoint.format import NATIVE_METADATA_NAME, SUFFIX, StrPath, read_header
+from twinproof.errors import CorruptionError, FormatError, MissingCheckpointError
 
 if TYPE_CHECKING:
     from twinproof.checkpoint.catalog import Catalog
 
-__all__ = ["with_unlisted"]
+__all__ = ["no_files", "with_unlisted"]
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 logger = logging.getLogger("twinproof.checkpoint")
@@ -51,3 +52,16 @@ def with_unlisted(folder: Path, catalog: Catalog) -> Catalog:
         catalog.passed_over = tuple(found)
         logger.warning("%s: tensors of the index are also in %s, which it does not name: not read", folder, found[:20])
     return catalog
+
+
+def no_files(folder: StrPath) -> MissingCheckpointError:
+    """What a folder without safetensors files has instead, and who reads that."""
+    names = sorted(os.listdir(folder))
+    steps = sorted((name for name in names if re.fullmatch(r"step-\d+", name)), key=lambda name: int(name[5:]))
+    got, expected = f"{names[:5]}", "safetensors files"
+    if NATIVE_METADATA_NAME in names:
+        got = f"a checkpoint in torch's format, with {NATIVE_METADATA_NAME}"
+        expected += "; load_training, CheckpointManager and torch's dcp.load read torch's format"
+    elif steps:
+        got, expected = f"a folder of steps, the last of them {steps[-3:]}", "the folder of one of them"
+    return MissingCheckpointError("no safetensors file", got=got, expected=expected, where=os.fspath(folder))

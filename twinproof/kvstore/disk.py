@@ -33,16 +33,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from twinproof import regime
-from twinproof.checkpoint.catalog import Catalog, check_present, crc32, read_catalog, verify_catalog
+from twinproof.checkpoint.catalog import Catalog, check_present, crc32, verify_catalog
 from twinproof.checkpoint.format import buffer_of, local_path, torch_dtype
 from twinproof.checkpoint.groups import group_to_save_in
 from twinproof.checkpoint.publish import raise_first, storage_error, together
+from twinproof.checkpoint.whole import read_catalog, refusals
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
     DistributedError,
     MissingKeyError,
-    StorageError,
     TwinproofError,
     check_flags,
 )
@@ -94,11 +94,11 @@ RowsFit = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], bool]
 
 
 def read_range(catalog: Catalog, name: str, start: int, length: int) -> torch.Tensor:
-    """Rows [start, start + length) of a stored tensor; reads exactly these bytes. Raises CorruptionError."""
+    """Rows [start, start + length) of a stored tensor; exactly these bytes. Raises CorruptionError, StorageError."""
     record = catalog.tensors[name]
     chunk, dtype = record.chunks[0], torch_dtype(record.dtype)
     rows = torch.empty((length, *chunk.sizes[1:]), dtype=dtype, device="cpu")
-    with open(chunk.file, "rb") as file:
+    with refusals("reading", chunk.file), open(chunk.file, "rb") as file:
         file.seek(chunk.begin + start * math.prod(chunk.sizes[1:]) * rows.element_size())
         got = file.readinto(buffer_of(rows))
     if got != rows.nbytes:
@@ -143,7 +143,7 @@ class SavedRows(RowSource):
 
     Raises:
         VersionError: a newer format. FormatError: no saved store. CorruptionError: tensors that contradict the
-            content. MissingKeyError: tensors that are not there. FileNotFoundError.
+            content. MissingKeyError: tensors that are not there. FileNotFoundError, StorageError.
     """
 
     read_only = True
@@ -288,7 +288,8 @@ class SavedRows(RowSource):
         """Inside, the files of these tables are read that have the headers which were read, whatever replaces them.
 
         They stay open, and are read by the names of their descriptors: what is replaced or deleted has its bytes until
-        the end. Raises CorruptionError for what was replaced before, or is written over in place when it is asked for.
+        the end. Raises CorruptionError for what was replaced before, or is written over in place when it is asked for;
+        StorageError where this process may not have so many files open.
         """
         catalog, prefixes = self.catalog, tuple(f"{table}." for table in tables)
         files = {r.chunks[0].file: "" for name, r in catalog.tensors.items() if name.startswith(prefixes)}
@@ -296,7 +297,8 @@ class SavedRows(RowSource):
             # A file that is gone is said to be replaced, and not only to be missing.
             catalog.check_unchanged(files)
             for file in files:
-                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                with refusals(f"holding {len(files)} files open, as a load does,", file):
+                    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 opened.callback(os.close, descriptor)
                 files[file] = f"/proc/self/fd/{descriptor}"
             self.catalog = _moved(catalog, files)
@@ -304,8 +306,9 @@ class SavedRows(RowSource):
                 # All headers were read before: of several files none is of another moment.
                 self.catalog.check_unchanged()
                 yield
-            except (CorruptionError, StorageError) as error:
-                path = {place: file for file, place in files.items()}.get(str(error.where))
+            except (CorruptionError, OSError) as error:
+                where = error.where if isinstance(error, CorruptionError) else error.filename
+                path = {place: file for file, place in files.items()}.get(str(where))
                 if path is not None:
                     raise _said_of(error, path) from error
                 raise
@@ -334,9 +337,9 @@ def _moved(catalog: Catalog, files: Mapping[str, str]) -> Catalog:
     return replace(catalog, tensors=tensors, headers={place: catalog.headers[file] for file, place in files.items()})
 
 
-def _said_of(error: CorruptionError | StorageError, file: str) -> Exception:
+def _said_of(error: CorruptionError | OSError, file: str) -> Exception:
     """The same error of a file by its path."""
-    if isinstance(error, StorageError):
+    if isinstance(error, OSError):
         return storage_error(error, "reading", file)
     return CorruptionError(error.message, got=error.got, expected=error.expected, where=file)
 

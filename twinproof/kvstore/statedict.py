@@ -238,7 +238,7 @@ def _incoming(store: RowStore, table: str, state: Mapping[str, Any], *, weights_
     states = {name: state[f"{table}.{name}"] for name in wanted if f"{table}.{name}" in state}
     if not weights_only and len(states) < len(target.state_slots):
         absent = sorted(set(target.state_slots) - set(states))
-        expected = "all, or weights_only=True"
+        expected = "all, or the store's load_state_dict with weights_only=True"
         raise MissingKeyError("optimizer states are missing", got=absent, expected=expected, where=table)
     for name, value in states.items():
         _check_optimizer(value, target, f"{table}.{name}")

@@ -297,10 +297,14 @@ def _check_writer(fqn: str) -> None:
 
 
 def locals_of_callers(name: str) -> Iterator[Any]:
-    """What a local of this name is in each call that is under way, the innermost first; None where it has none."""
+    """What a local of this name is in each call of torch's that is under way, the innermost first; None: it has none.
+
+    No other call is looked at: one that was keeps what its locals were until it ends, before Python 3.13.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame.f_locals.get(name)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+            yield frame.f_locals.get(name)
         frame = frame.f_back
 
 

@@ -172,6 +172,7 @@ class OptimizerStateOffloader:
         self._copied_out, self._is_brought = _CopiedOut(), False
         if master_weights is not None:
             master_weights.check_stepped_by(optimizer)
+            master_weights.come_home()
         self.engine = _engine_of(optimizer, step_device, engine, transfers)
         self.plan = MovePlan(
             optimizer, masters=master_weights, kept_masters=kept_masters, options=self.options, engine=self.engine

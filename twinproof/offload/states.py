@@ -267,12 +267,18 @@ def rebind(optimizer: Optimizer, bundle: Bundle, name: str, memory: torch.Tensor
     A plain state is replaced in the optimizer; a parameter, and what a DTensor wraps, keep their identity.
     """
     holder = holder_of(optimizer, bundle, name)
-    if hasattr(holder, "_local_tensor"):
-        holder._local_tensor = memory
-    elif name == MASTER:
-        holder.data = memory
+    if name == MASTER or hasattr(holder, "_local_tensor"):
+        bind_memory(holder, memory)
     else:
         optimizer.state[bundle.param][name] = memory
+
+
+def bind_memory(holder: Any, memory: torch.Tensor) -> None:
+    """Let a parameter, or what a DTensor wraps, lie in ``memory``."""
+    if hasattr(holder, "_local_tensor"):
+        holder._local_tensor = memory
+    else:
+        holder.data = memory
 
 
 _GROUPS_AND_STATES = ("param_groups", "state", "defaults")
@@ -567,6 +573,7 @@ class MasterWeights:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies lie where their parameters do. Whoever moves these is told; it may be gone.
+        self.come_home()
         bring = None if self._bring is None else self._bring()
         if bring is not None:
             bring()
@@ -584,6 +591,20 @@ class MasterWeights:
             if master is not param:
                 _bind(master, param)
 
+    @torch.no_grad()
+    def come_home(self) -> None:
+        """Have masters on the device again whose offloader was dropped, with its optimizer, and had them elsewhere."""
+        if self._bring is None or self._bring() is not None:
+            return
+        for master, param in self.pairs.items():
+            local, home = local_of(master), local_of(param).device
+            if local.device != home:
+                if home.type == "cuda":
+                    # A copy to the host may be on its way: nobody has its events any more.
+                    torch.cuda.synchronize(home)
+                bind_memory(master, local.detach().to(home))
+        self._bring = None
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """The masters, in the order of the parameters."""
         return iter(self.pairs)
@@ -591,6 +612,7 @@ class MasterWeights:
     def attach(self, optimizer: Optimizer) -> None:
         """Run before and after every step of a plain optimizer. An offloader does it chunk by chunk, and ends this.
 
+        Masters that a dropped offloader had in host memory come to their parameters' device.
         Several optimizers may share the masters: the step of each takes the gradients of those that it steps.
 
         Raises:
@@ -605,6 +627,7 @@ class MasterWeights:
                 expected="optimizer(masters.parameters())",
                 where="optimizer",
             )
+        self.come_home()
         self.drive(self._stepped_by(optimizer))
         self._handles += [
             optimizer.register_step_pre_hook(self.before_step),

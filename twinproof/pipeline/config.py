@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from twinproof.errors import ConfigError, MissingKeyError, UnsupportedError, check_kind, check_number
+from twinproof.kvstore.views import locals_of_callers
 from twinproof.optimizers import FUSED_OPTIMIZERS, OPTIMIZERS, STEP_MAX, Hyper
 
 __all__ = [
@@ -465,8 +466,23 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             raise UnsupportedError("states of no table", got=got, expected=expected, where="fused_optimizer")
         return found
 
+    def _check_names(self) -> None:
+        """Refuse torch's functions that name states by the parameters of a model. Raises UnsupportedError.
+
+        Cut tables are none: torch would miss their names in a table of its own, by a bare KeyError.
+        """
+        callers = zip(locals_of_callers("optim"), locals_of_callers("info"), strict=True)
+        if any(optim is self and hasattr(info, "fqn_param_mapping") for optim, info in callers):
+            raise UnsupportedError(
+                "tables that an optimizer in the backward steps are no parameters of a model",
+                got="a call of torch's get_optimizer_state_dict, set_optimizer_state_dict or their like",
+                expected="the dense optimizers alone there, and this one's own state_dict() and load_state_dict()",
+                where="fused_optimizer",
+            )
+
     def state_dict(self) -> dict[str, Any]:
-        """See the class. Raises UnsupportedError where the collection was deleted."""
+        """See the class. Raises UnsupportedError: the collection was deleted, or torch asks by names of parameters."""
+        self._check_names()
         if self._holder is None:
             return super().state_dict()
         # Where torch finds them, and hooks of state dicts, too.
@@ -478,6 +494,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """See the class. Tensors are copied into the tables' states."""
+        self._check_names()
         try:
             super().load_state_dict(state_dict)
         except KeyError as error:

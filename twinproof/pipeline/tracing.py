@@ -279,7 +279,8 @@ def _read_by(part: torch.nn.Module) -> Iterator[Any]:
             if isinstance(value, torch.Tensor):
                 yield name, version_of(value)
             elif type(value) in _PLAIN and name != "training":
-                yield name, value
+                # 1, 1.0 and True are equal, as 0.0 and -0.0 are, and not one value; of NaN no two are equal.
+                yield name, type(value), repr(value)
 
 
 # What torch has in every module, but for a forward, which a module may have of its own. Modes are whoever traces's.

@@ -92,3 +92,20 @@ small_output_is_left_to_the_end = patched(
     mutated("fastimpl.checkpoint.__main__:main", "sys.stdout.flush()", "pass"),
     kills="CKPT-856",
 )
+native_folders_are_folders_of_files = patched(
+    "Of a folder in torch's format some files are named.",
+    mutated("twinproof.checkpoint.unlisted:no_files", "if NATIVE_METADATA_NAME in names:", "if False:"),
+    kills=("CKPT-964", "CKPT-965"),
+)
+runs_are_folders_of_files = patched(
+    "Of a run's folder the first steps by name are said, in the order of their letters.",
+    mutated("twinproof.checkpoint.unlisted:no_files", "int(name[5:])", "name"),
+    kills="CKPT-964",
+)
+what_is_no_checkpoint_is_right = patched(
+    "A command that found no checkpoint ends as one that found a good one.",
+    mutated(
+        "fastimpl.checkpoint.__main__:_run", 'options.command == "diff" else 1', 'options.command == "diff" else 0'
+    ),
+    kills="CKPT-965",
+)

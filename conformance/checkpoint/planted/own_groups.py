@@ -62,3 +62,23 @@ groups_are_asked_of_no_default_group = patched(
     mutated("twinproof.checkpoint.groups:_made", " and dist.is_initialized()", ""),
     kills="CKPT-898",
 )
+groups_are_made_without_a_meeting = patched(
+    "Gloo waits for a rank that does not come, and names none.",
+    mutated(f"{_GROUPS}:_connected", "_meet(_limit())", "pass"),
+    kills="CKPT-961",
+)
+ranks_are_waited_for_as_writers_are = patched(
+    "A rank that does not come is waited for as one that writes.",
+    mutated(f"{_GROUPS}:_connected", "_limit()", "patience"),
+    kills="CKPT-961",
+)
+who_gave_up_is_taken_for_one_that_connects = patched(
+    "A rank that gave up is still said to come.",
+    mutated(f"{_GROUPS}:_meet", "store.delete_key(names[own])", "pass"),
+    kills="CKPT-961",
+)
+broken_connections_have_no_name = patched(
+    "What gloo says of a connection that broke goes to the caller as it is.",
+    mutated(f"{_GROUPS}:own_group", "except RuntimeError as error:", "except ZeroDivisionError as error:"),
+    kills="CKPT-962",
+)

@@ -157,3 +157,15 @@ progress_beside_its_lock = patched(
     ),
     kills="CKPT-857",
 )
+
+the_limit_of_descriptors_is_nowhere = patched(
+    "Of too many open files the system's word is all that is said.",
+    mutated("twinproof.checkpoint.publish:storage_error", "error.errno == errno.EMFILE", "False"),
+    kills=("CKPT-963", "KV-491"),
+)
+files_to_write_are_not_counted = patched(
+    "A file that cannot be opened for writing is told as the system tells it.",
+    mutated("fastimpl.checkpoint.run:FileSet._descriptor", "raise storage_error(", "raise error; raise storage_error("),
+    kills="CKPT-963",
+    of="fastimpl",
+)

@@ -172,7 +172,7 @@ closed_without_a_look_at_the_group = patched(
 )
 ranks_waited_for_as_torch_does = patched(
     "The group of a writer waits for ranks as long as torch does that was told nothing.",
-    mutated("twinproof.checkpoint.groups:_patience", "max(found)", "default_pg_timeout"),
+    mutated("twinproof.checkpoint.groups:_patience", "max(_limit(), default_pg_timeout)", "default_pg_timeout"),
     kills="CKPT-862",
 )
 saved_over_a_group_that_is_gone = patched(

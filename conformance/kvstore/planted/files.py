@@ -124,7 +124,7 @@ files_are_descriptors = patched(
 )
 systems_numbers_get_lost = patched(
     "An error of the system in a held file is told as a torn file.",
-    mutated("twinproof.kvstore.disk:_said_of", "isinstance(error, StorageError)", "False"),
+    mutated("twinproof.kvstore.disk:_said_of", "isinstance(error, OSError)", "False"),
     kills="KV-472",
 )
 what_went_is_not_missed = patched(
@@ -232,4 +232,18 @@ no_default_of_a_load = patched(
     ),
     kills="KV-429",
     of="refimpl",
+)
+held_files_have_the_systems_error = patched(
+    "A load that may not hold its files open says what the system says.",
+    mutated(
+        "twinproof.kvstore.disk:SavedRows.held",
+        'with refusals(f"holding {len(files)} files open, as a load does,", file):',
+        "if True:",
+    ),
+    kills="KV-491",
+)
+reads_of_held_files_have_the_systems_error = patched(
+    "A held file that cannot be opened once more is told by its descriptor.",
+    mutated("twinproof.kvstore.disk:SavedRows.held", "(CorruptionError, OSError)", "CorruptionError"),
+    kills="KV-491",
 )

@@ -194,3 +194,12 @@ lists_are_torchs = patched(
     swap("twinproof.kvstore.views:LazyRows.tolist", torch.Tensor.tolist),
     kills="KV-470",
 )
+locals_of_everybody = patched(
+    "Calls that are none of torch's are looked at for what torch has by a name.",
+    mutated(
+        "twinproof.kvstore.views:locals_of_callers",
+        'frame.f_globals.get("__name__", "").partition(".")[0] == "torch"',
+        "True",
+    ),
+    kills="KV-493",
+)

@@ -35,3 +35,21 @@ cast_models_rounded_as_before = patched(
     mutated(f"{_STATES}:MasterWeights.end", "param.copy_(master)", "param.copy_(master.bfloat16())"),
     kills="OPT-585",
 )
+
+masters_stay_where_they_were_left = patched(
+    "Another optimizer finds masters where a dropped offloader left them.",
+    mutated(f"{_STATES}:MasterWeights.attach", "self.come_home()", "pass"),
+    kills="OPT-563",
+)
+offloaders_refuse_masters_of_others = patched(
+    "An offloader refuses masters that a dropped one left in host memory.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader.__init__", "master_weights.come_home()", "master_weights"
+    ),
+    kills="OPT-563",
+)
+copies_lie_where_masters_were_left = patched(
+    "A copy has its masters where a dropped offloader left them.",
+    mutated(f"{_STATES}:MasterWeights.__getstate__", "self.come_home()", "pass"),
+    kills="OPT-563",
+)

@@ -10,9 +10,9 @@ edits_of_modules_ahead_unseen = patched(
     kills="PIPE-749",
     of="fastimpl",
 )
-tensors_ahead_alone = patched(
-    "Of what a module reads that runs ahead, plain values are not compared.",
-    mutated("twinproof.pipeline.tracing:_read_by", "elif type(value) in _PLAIN and", "elif False and"),
+equal_values_ahead_are_one = patched(
+    "Of what a module reads that runs ahead, plain values are compared, and not their types.",
+    mutated("twinproof.pipeline.tracing:_read_by", "yield name, type(value), repr(value)", "yield name, value"),
     kills="PIPE-749",
     of="fastimpl",
 )
