@@ -122,8 +122,8 @@ def test_pipe_004_one_row_very_often(pipeline: Any) -> None:
 
 @requirement(
     "PIPE-005",
-    "What would read or write outside MUST raise RuntimeError and change nothing; of ids it says how many, and "
-    "where the first is.",
+    "What would read or write outside MUST raise RuntimeError and change nothing. It says how many ids, where the "
+    "first is, and which shape is wanted.",
     needs=KERNELS,
 )
 @examples(60)
@@ -157,6 +157,9 @@ def test_pipe_005_refusals(pipeline: Any, data: st.DataObject) -> None:
         bad.step(ops, a.tables)
     with raises(RuntimeError, where=f"gradients of weights with {change}"):
         ops.bag_weight_gradients(a.tables, *bags, a.means, a.grad)
+    (bag_count, width), good = out.shape, (a.feature_tables, a.indices, a.offsets)
+    with raises(RuntimeError, mentions=(f"got [{bag_count + 1}, {width}], expected [{bag_count}, {width}]",)):
+        ops.pool_bags(a.tables, *good, a.weights, a.means, torch.zeros(bag_count + 1, width))
     assert_same_tensor(out, torch.full_like(out, 7.0), where=f"out after {change}")
     for mine, theirs in zip(a.written(), before, strict=True):
         for got, wanted in zip(mine, theirs, strict=True):
