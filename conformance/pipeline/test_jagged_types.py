@@ -416,6 +416,9 @@ def test_pooled_columns(pipeline: Any) -> None:
     for regroup in (pipeline.regroup_kts, pipeline.permute_multi_embedding, pipeline.KeyedTensor.regroup):
         (again,) = regroup([rows], [["b", "a"]])
         assert_bits(again, torch.cat([parts[0] + 1, parts[0]], dim=0), "regrouped along rows")
+        cube = pipeline.KeyedTensor(["a", "b"], [2, 2], values_of((3, 4, 5), 7))
+        (again,) = regroup([cube], [["b", "a"]])
+        assert_bits(again, cube.values()[:, [2, 3, 0, 1]], "regrouped with a dimension behind")
     twice = pipeline.KeyedTensor(["a", "a"], [2, 1], torch.cat([parts[0], parts[1]], dim=1))
     assert_bits(twice["a"], parts[1], "a repeated key")
     columns = left.to_dict()

@@ -159,8 +159,12 @@ columns_left_out = patched(
 )
 
 regrouped_side_by_side = patched(
-    "Features that stand along rows are regrouped side by side.",
-    mutated("twinproof.pipeline.batches:_regrouped", "keyed_tensors[0].key_dim()", "1"),
+    "Features with a dimension behind them are regrouped along that.",
+    mutated(
+        "twinproof.pipeline.batches:_regrouped",
+        "keyed_tensors[0].key_dim()",
+        "-1 if keyed_tensors[0].key_dim() else 0",
+    ),
     kills="PIPE-212",
 )
 equal_however_dealt = patched(
