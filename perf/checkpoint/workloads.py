@@ -75,7 +75,7 @@ WORKLOADS = (
     _load_fp8("load-fp8-112mib", shape=(7168, 2048), round_count=7),
     _load_fp8("load-fp8-14mib", shape=(896, 2048), round_count=9),
     _load_mxfp4("load-mxfp4-112mib", shape=(7168, 2048), round_count=7),
-    _load_mxfp4("load-mxfp4-56mib", shape=(3584, 2048), round_count=9),
+    _load_mxfp4("load-mxfp4-28mib", shape=(1792, 2048), round_count=9),
     _consolidate("consolidate-rows-2gib", tensor_count=128, round_count=5, contenders=(*_FOUR, "plain", "by-page")),
     _consolidate("consolidate-rows-256mib", tensor_count=16, contenders=_FOUR),
     _consolidate("consolidate-columns-2gib", tensor_count=128, shard_dim=1, contenders=_FOUR),
