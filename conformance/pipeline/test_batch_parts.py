@@ -342,18 +342,19 @@ def test_weights_and_dictionaries(pipeline: Any) -> None:
 
 @requirement(
     "PIPE-607",
-    "copy_ MUST fill inverse indices where they lie, and clear_storage give back the memory of every part there is and "
-    "say how much; batches of which one has weights MUST NOT be equal.",
+    "copy_ MUST fill inverse indices where they lie, with their names, and clear_storage give back the memory of every "
+    "part there is and say how much; batches of which one has weights MUST NOT be equal.",
 )
 def test_copied_and_cleared(pipeline: Any) -> None:
     mine, theirs = (_of_different_sizes(pipeline, weights) for weights in (torch.zeros(4), torch.ones(4)))
     theirs = theirs.to(torch.device("cpu"))
-    theirs._inverse_indices = (["a", "b"], torch.tensor([[0, 0, 0], [1, 0, 1]]))
+    theirs._inverse_indices = (["b", "a"], torch.tensor([[0, 0, 0], [1, 0, 1]]))
     kept = mine.inverse_indices()[1]
     with succeeds("copy_", where="inverse indices of the same sizes"):
         mine.copy_(theirs)
     assert_equal(kept.tolist(), [[0, 0, 0], [1, 0, 1]], where="the memory of inverse indices")
     assert_equal(mine.inverse_indices()[1] is kept, True, where="inverse indices")
+    assert_equal(mine.inverse_indices()[0], ["b", "a"], where="names of inverse indices")
     bare, weighted = _of_different_sizes(pipeline), _of_different_sizes(pipeline, torch.ones(4))
     for one, other in ((bare, weighted), (weighted, bare)):
         features: Any = ((pipeline.kjt_is_equal, lambda batch: batch), (pipeline.jt_is_equal, lambda batch: batch["b"]))

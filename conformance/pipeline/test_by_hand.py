@@ -294,6 +294,30 @@ def test_contexts_inserted(pipeline: Any) -> None:
 
 
 @requirement(
+    "PIPE-721",
+    "A batch that is put in the place of one in flight MUST have its context, which stages are given beside it from "
+    "then on.",
+)
+def test_replaced_batches_keep_contexts(pipeline: Any) -> None:
+    job, loop, seen = Job(pipeline, 3), Job(pipeline, 3), list[Any]()
+
+    class Watched(pipeline.TrainPipelineSparseDist):  # type: ignore[misc]
+        def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
+            seen.append(context)
+            super().start_sparse_data_dist(batch, context)
+
+    schedule = Watched(job.model, job.optimizer, job.device, context_type=Context)
+    loader = iter(job.batches(2))
+    schedule.enqueue_batch(loader)
+    schedule.enqueue_batch(loader)
+    before, other = list(schedule.contexts), job.batch(9)
+    schedule.batches[1] = job.there(other)
+    assert_equal([a is b for a, b in zip(schedule.contexts, before, strict=True)], [True] * 2, where="contexts")
+    _assert_steps(schedule, iter([]), job, loop, [loop.batch(0), other], "a batch in the place of one in flight")
+    assert_equal({any(each is context for context in before) for each in seen}, {True}, where="contexts of stages")
+
+
+@requirement(
     "PIPE-573",
     "A second call of a driven module in one forward MUST be refused as such, whether or not hooks watch it.",
 )

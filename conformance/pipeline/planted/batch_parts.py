@@ -157,6 +157,11 @@ rows_bound_not_copied = patched(
     ),
     kills="PIPE-607",
 )
+rows_under_old_names = patched(
+    "copy_ keeps the names of the inverse indices.",
+    mutated("twinproof.pipeline.jagged:KeyedMoves.copy_", "(theirs[0], mine[1]", "(mine[0], mine[1]"),
+    kills="PIPE-607",
+)
 rows_lost_in_a_tree = patched(
     "Inverse indices are no part of a pytree.",
     mutated("twinproof.pipeline.batches:_unflatten_keyed", "None if inverse is None else", "None if True else"),

@@ -77,6 +77,16 @@ contexts_to_the_first = patched(
     mutated("twinproof.pipeline.torchrec_models:QueueView.insert", " if batch.given_context is None", ""),
     kills="PIPE-572",
 )
+contexts_of_replaced_batches = patched(
+    "A batch in the place of another gets a context of its own.",
+    mutated(
+        "twinproof.pipeline.driver:Pipeline._replace",
+        "made.index, made.given_context = in_flight.index, in_flight.given_context",
+        "made.index = in_flight.index",
+    ),
+    kills="PIPE-721",
+)
+
 contexts_replace_batches = patched(
     "A context in place of another takes its batch's place.",
     mutated("twinproof.pipeline.torchrec_models:QueueView.__setitem__", "if self._is_batches:", "if True:"),
