@@ -18,6 +18,17 @@ def round_after_every_step(original: Any, evictor: Any, table: str) -> None:
         evictor._trigger_steps = kept
 
 
+steps_by_the_tables_number = patched(
+    "Steps are counted by the number that the table's have.",
+    mutated(
+        "twinproof.kvstore.eviction:BackgroundEvictor._stepped",
+        "self._step_count += 1",
+        "self._step_count = self._store.step_count(table)",
+    ),
+    kills="KV-154",
+)
+
+
 @fault(kills="KV-155", at="twinproof.kvstore.eviction:BackgroundEvictor._has_many_bytes")
 def memory_in_whole_units(original: Any, evictor: Any) -> bool:
     """The memory that triggers a round is rounded down to whole units."""
