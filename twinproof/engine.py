@@ -15,6 +15,8 @@ capture, where waiting for the device is an error, nor in a forked child, where 
 
 ``weakly``, ``method_of`` and ``Weak`` keep pipelines and offloaders out of cycles of references. Those hold gigabytes
 of a device until Python's garbage collector runs, which counts objects and not their bytes.
+
+``locals_of_callers`` finds what torch was asked for where it hands nothing on.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -44,6 +47,7 @@ __all__ = [
     "eagerly",
     "engine_for",
     "in_mode_of_caller",
+    "locals_of_callers",
     "method_of",
     "outside_of_graphs",
     "pinned_empty",
@@ -432,6 +436,18 @@ def _drop(region: _Region) -> None:
     # Copies may still run to it; and memory freed while registered stays pinned under somebody else's data.
     torch.cuda.synchronize(region.device)
     unpin_memory(region.pointer)
+
+
+def locals_of_callers(name: str) -> Iterator[Any]:
+    """What a local of this name is in each call of torch's that is under way, the innermost first; None: it has none.
+
+    No other call is looked at: one that was keeps what its locals were until it ends, before Python 3.13.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+            yield frame.f_locals.get(name)
+        frame = frame.f_back
 
 
 # Streams and events are opaque: only the engine that made them looks inside.

@@ -363,7 +363,7 @@ def _folders_of_others(path: Path) -> dict[Path, tuple[str, ...]]:
     """Folders without safetensors files, and what is to be said of each."""
     native, run, others = (path / name for name in ("native", "run", "others"))
     save_with(dcp.FileSystemWriter(native), {"w": torch.ones(2)})
-    for name in ("step-9", "step-10", "step-2", "step-11", "steps"):
+    for name in ("step-9", "step-10", "step-2", "step-11", "step-012", "steps"):
         (run / name).mkdir(parents=True)
     others.mkdir()
     (others / "pytorch_model.bin").write_bytes(b"")

@@ -48,6 +48,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
+from conformance.harness.descriptors import descriptors_left
 from conformance.provers.faults import READ_CALLS, WRITE_CALLS, Fault, FaultServer
 from conformance.provers.search_path import search_path
 from twinproof.errors import CorruptionError, StorageError, TwinproofError
@@ -494,19 +495,6 @@ def test_progress_by_turns(checkpoint: Any, tmp_path: Path, work: str) -> None:
     assert_equal((overlaps, told), ([], sorted(told)), where=f"calls beside another, and all that was told, {work}")
 
 
-@contextmanager
-def _descriptors_left(count: int) -> Iterator[int]:
-    """This process may open so many files more; gives its limit meanwhile."""
-    used = {int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
-    limit = [number for number in range(len(used) + count + 1) if number not in used][count]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield limit
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @requirement(
     "CKPT-963",
     "A save, a merge or a load for which the process may not open enough files MUST succeed, or be a StorageError that "
@@ -530,7 +518,7 @@ def test_too_few_descriptors(checkpoint: Any, tmp_path: Path, left_count: int) -
         way(tmp_path / f"first {name}")
         gc.collect()
         before, failure, out = _descriptors(tmp_path), None, tmp_path / name
-        with _descriptors_left(left_count) as limit:
+        with descriptors_left(left_count) as limit:
             try:
                 way(out)
             except BaseException as error:

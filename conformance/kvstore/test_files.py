@@ -6,10 +6,8 @@ import errno
 import functools
 import json
 import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from hypothesis import strategies as st
 
 import refimpl.kvstore as reference
 from conformance.harness import assert_equal, assert_same_bytes, examples, raises, requirement, succeeds
+from conformance.harness.descriptors import descriptors_left
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     FILE,
@@ -595,19 +594,6 @@ def test_checksums(kvstore: Any, tmp_path: Path, form: str) -> None:
         kvstore.load(fresh(kvstore), tmp_path / "ck")
 
 
-@contextmanager
-def _descriptors_left(count: int) -> Iterator[int]:
-    """This process may open so many files more; gives its limit meanwhile."""
-    used = {int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
-    limit = [number for number in range(len(used) + count + 1) if number not in used][count]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield limit
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @requirement(
     "KV-491",
     "A load for which the process may not hold all its files open, or open one of them, MUST be a StorageError that "
@@ -625,7 +611,7 @@ def test_too_few_descriptors(kvstore: Any, tmp_path: Path) -> None:
             before = contents(store)
             said = (f"holding {len(files)} files",) if left_count == 2 else ()
             said = ("EMFILE", "ulimit -n", f"where: {folder}", *said)
-            with raises(StorageError, mentions=said, where=f"{left_count} descriptors"), _descriptors_left(left_count):
+            with raises(StorageError, mentions=said, where=f"{left_count} descriptors"), descriptors_left(left_count):
                 kvstore.load(store, folder)
             assert_contents(store, before, where=f"behind a load with {left_count} descriptors")
             with succeeds("the next load", where=f"behind one with {left_count} descriptors"):

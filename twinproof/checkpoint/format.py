@@ -38,6 +38,7 @@ __all__ = [
     "INDEX_NAME",
     "NATIVE_METADATA_NAME",
     "SINGLE_NAME",
+    "STEP_NAME",
     "UNPAIRED_F4",
     "Entry",
     "FileLayout",
@@ -77,6 +78,8 @@ NATIVE_METADATA_NAME = ".metadata"
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
 _OWN_NAMES = re.compile(r"(shard-\d{5}-)?model-\d{5}-of-\d{5}\.safetensors")
+# As a manager writes it: ``step-07`` is none of its folders, and is not found again under the number 7.
+STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _NATIVE_NAMES = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 
 METADATA_KEY = "__metadata__"

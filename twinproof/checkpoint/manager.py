@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 from twinproof.checkpoint.dcp import HuggingFaceStorageReader
-from twinproof.checkpoint.format import StrPath, copies_put_aside, local_path
+from twinproof.checkpoint.format import STEP_NAME, StrPath, copies_put_aside, local_path
 from twinproof.checkpoint.groups import begin_exchange, end_exchange, end_group, exchanging, is_gone, own_group
 from twinproof.checkpoint.native import (
     CheckpointFormat,
@@ -84,8 +84,6 @@ T = TypeVar("T")
 _Self = TypeVar("_Self", bound="CheckpointManager")
 
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
-# As a manager writes it: ``step-07`` is none of its folders, and is not found again under the number 7.
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _PUT_ASIDE = re.compile(r"\.step-(0|[1-9][0-9]*)\.previous-[0-9a-f]{12}")
 _LEFT = re.compile(r"\.step-(0|[1-9][0-9]*)\.(saving|previous)-[0-9a-f]{12}")
 _DELETED = re.compile(r"\.step-\d+\.deleting-[0-9a-f]{12}")
@@ -882,7 +880,7 @@ def complete_steps(folder: Path) -> dict[int, CheckpointFormat]:
     with named_errors("looking for steps", folder):
         names = os.listdir(folder) if folder.is_dir() else []
     for name in names:
-        match = _STEP.fullmatch(name)
+        match = STEP_NAME.fullmatch(name)
         if match is None or not (folder / name).is_dir():
             continue
         try:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinproof.checkpoint.format import NATIVE_METADATA_NAME, SUFFIX, StrPath, read_header
+from twinproof.checkpoint.format import NATIVE_METADATA_NAME, STEP_NAME, SUFFIX, StrPath, read_header
 from twinproof.errors import CorruptionError, FormatError, MissingCheckpointError
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def with_unlisted(folder: Path, catalog: Catalog) -> Catalog:
 def no_files(folder: StrPath) -> MissingCheckpointError:
     """What a folder without safetensors files has instead, and who reads that."""
     names = sorted(os.listdir(folder))
-    steps = sorted((name for name in names if re.fullmatch(r"step-\d+", name)), key=lambda name: int(name[5:]))
+    steps = sorted(filter(STEP_NAME.fullmatch, names), key=lambda name: int(name[5:]))
     got, expected = f"{names[:5]}", "safetensors files"
     if NATIVE_METADATA_NAME in names:
         got = f"a checkpoint in torch's format, with {NATIVE_METADATA_NAME}"

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from twinproof.engine import eagerly
+from twinproof.engine import eagerly, locals_of_callers
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
@@ -48,7 +48,6 @@ from twinproof.kvstore.rows import (
 )
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.kvstore.store import KVStore
-from twinproof.kvstore.views import locals_of_callers
 from twinproof.optimizers import Hyper
 
 __all__ = ["KVEmbedding", "KVEmbeddingBag", "KVTensorWrapper"]

@@ -8,9 +8,7 @@ with it: no rows of other ids, no flag that is lost on the way to another proces
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -20,6 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils._pytree import tree_map_only
 
 from twinproof import regime
+from twinproof.engine import locals_of_callers
 from twinproof.errors import (
     ConfigError,
     CorruptionError,
@@ -42,7 +41,7 @@ from twinproof.kvstore.options import (
 )
 from twinproof.kvstore.rows import SOURCES, RowSource, RowStore, check_row_range, table_of
 
-__all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "locals_of_callers", "view_slice"]
+__all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
 
 
 CHUNK_BYTES = regime(16 << 20, 96)
@@ -294,18 +293,6 @@ def _check_writer(fqn: str) -> None:
             expected="the HuggingFaceStorageWriter of this package, or chunk_rows of all rows",
             where="save",
         )
-
-
-def locals_of_callers(name: str) -> Iterator[Any]:
-    """What a local of this name is in each call of torch's that is under way, the innermost first; None: it has none.
-
-    No other call is looked at: one that was keeps what its locals were until it ends, before Python 3.13.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
-            yield frame.f_locals.get(name)
-        frame = frame.f_back
 
 
 _ADVICE = "full_tensor() for this rank's rows; HuggingFaceStorageWriter, which stages them itself, for async_save"

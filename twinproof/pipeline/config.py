@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from twinproof.engine import locals_of_callers
 from twinproof.errors import ConfigError, MissingKeyError, UnsupportedError, check_kind, check_number
-from twinproof.kvstore.views import locals_of_callers
 from twinproof.optimizers import FUSED_OPTIMIZERS, OPTIMIZERS, STEP_MAX, Hyper
 
 __all__ = [

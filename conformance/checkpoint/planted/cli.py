@@ -102,6 +102,11 @@ runs_are_folders_of_files = patched(
     mutated("twinproof.checkpoint.unlisted:no_files", "int(name[5:])", "name"),
     kills="CKPT-964",
 )
+any_number_is_a_step = patched(
+    "A folder whose number no manager writes so is said to be a step.",
+    mutated("twinproof.checkpoint.unlisted:no_files", "STEP_NAME.fullmatch", "lambda name: name[5:].isdigit()"),
+    kills="CKPT-964",
+)
 what_is_no_checkpoint_is_right = patched(
     "A command that found no checkpoint ends as one that found a good one.",
     mutated(

@@ -197,7 +197,7 @@ lists_are_torchs = patched(
 locals_of_everybody = patched(
     "Calls that are none of torch's are looked at for what torch has by a name.",
     mutated(
-        "twinproof.kvstore.views:locals_of_callers",
+        "twinproof.engine:locals_of_callers",
         'frame.f_globals.get("__name__", "").partition(".")[0] == "torch"',
         "True",
     ),
