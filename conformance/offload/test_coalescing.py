@@ -156,9 +156,15 @@ def test_written_meanwhile(offload: Any) -> None:
 )
 def test_new_states_of_kinds(offload: Any) -> None:
     others = {"count": 3, "text": "new", "scale": torch.tensor(2.0), "nothing": None}
-    # Which name of a set is looked at first is another one in each process: what has to move is first, and is not.
+    # Which name of a set is looked at first is another one in each process, and with each name beside it: what has to
+    # move is first, and is not, where "scale" is passed over, as a counter.
     names = [f"state {number}" for number in range(200)]
-    is_first = [next(iter({name, "count", "text", "nothing"})) == name for name in names]
+    known = {"momentum_buffer"}
+    looks = [
+        [each for each in set().union(dict.fromkeys([*known, *others, name])) - known if each != "scale"]
+        for name in names
+    ]
+    is_first = [look[0] == name for look, name in zip(looks, names, strict=True)]
     for name in (names[is_first.index(True)], *[n for n, first in zip(names, is_first, strict=True) if not first][:5]):
         with proven() as device:
             twins = Twins(offload, device, "SGD", chunk_bytes=0)

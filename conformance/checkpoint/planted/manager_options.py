@@ -37,7 +37,7 @@ option_of_the_writer_dropped = patched(
 
 any_digits_are_a_step = patched(
     "Every folder whose name ends in digits is taken for the checkpoint of that number.",
-    swap("twinproof.checkpoint.manager:_STEP", re.compile(r"step-(\d+)")),
+    swap("twinproof.checkpoint.manager:STEP_NAME", re.compile(r"step-(\d+)")),
     swap("twinproof.checkpoint.manager:is_whole", lambda *_: True),
     kills="CKPT-623",
 )
