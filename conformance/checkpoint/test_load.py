@@ -43,7 +43,7 @@ from conformance.harness import (
     requirement,
     succeeds,
 )
-from twinproof.errors import MissingKeyError, PlanError, TwinproofError, UnsupportedError
+from twinproof.errors import CorruptionError, MissingKeyError, PlanError, TwinproofError, UnsupportedError
 
 
 @requirement(
@@ -313,6 +313,28 @@ def test_numbers_of_chunks(checkpoint: Any, tmp_path: Path) -> None:
         assert_same_tensor(target, whole, where=where)
         with raises(PlanError, mentions=("no chunk", "w"), where=where):
             load(checkpoint, {"w": target}, tmp_path / "ck", planner=_Hinting(number, 1))
+
+
+@requirement(
+    "CKPT-967",
+    "Of several tensors with one fault, global shapes that files disagree about or gaps between shards, an error MUST "
+    "name the first in the order of the files: the same one in every process.",
+)
+@pytest.mark.parametrize("is_gap", [False, True])
+def test_first_of_several_faults(checkpoint: Any, tmp_path: Path, is_gap: bool) -> None:
+    # In an order that a set would hardly give: as they are hashed with a seed of each process.
+    names = [f"t{number:02d}" for number in range(24)]
+    for row in (0, 1):
+        said: dict[str, Any] = {name: {"saved_offsets": [2 * row if is_gap else row]} for name in names}
+        if not is_gap:
+            # The first two files agree about the first five.
+            said = {n: {**info, "global_shape": [2 + row * (n > "t04")]} for n, info in said.items()}
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(said)}
+        name = f"shard-{row + 1:05d}-model-00001-of-00001.safetensors"
+        save_file({name: torch.zeros(1) for name in names}, tmp_path / name, metadata)
+    first = "'t00'" if is_gap else "'t05'"
+    with raises(CorruptionError, mentions=(first,), where="a load of what is faulty throughout"):
+        load(checkpoint, {"t09": torch.zeros(3 if is_gap else 2)}, tmp_path)
 
 
 class _Reaching(DefaultLoadPlanner):

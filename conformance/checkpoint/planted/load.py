@@ -267,3 +267,21 @@ autograd_told_of_loads_that_end = patched(
     kills="CKPT-685",
     of="fastimpl",
 )
+
+_BUILDER = "twinproof.checkpoint.catalog:_Builder"
+
+shapes_from_the_last = patched(
+    "Of tensors about whose shapes files disagree the error names the last one.",
+    mutated(f"{_BUILDER}.add_file", "for name in header.entries:", "for name in reversed(header.entries):"),
+    kills="CKPT-967",
+)
+
+gaps_from_the_last = patched(
+    "Of tensors with gaps the error names the last one.",
+    mutated(
+        f"{_BUILDER}.finish",
+        "in self.catalog.tensors.items():",
+        "in reversed(self.catalog.tensors.items()):",
+    ),
+    kills="CKPT-967",
+)
