@@ -185,7 +185,10 @@ class ChunkLayout:
     def has_others(self, bound: BoundTensors) -> bool:
         """Whether there are states that would have to move and have no place."""
         states = [state for state in bound.states if state]
-        for name in set().union(*states) - self._kinds:
+        # In the order of the states, which is the same in each process; a set's is not.
+        for name in dict.fromkeys(chain.from_iterable(states)):
+            if name in self._kinds:
+                continue
             values = [state[name] for state in states if name in state]
             if set(map(type, values)) == {torch.Tensor} and not any(map(torch.Tensor.dim, values)):
                 continue  # Counters, which are many: told in one go.

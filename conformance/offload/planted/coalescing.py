@@ -49,12 +49,12 @@ lists_of_the_cpu = patched(
 
 first_states_only = patched(
     "Only the states of a chunk's first parameter are looked at for new ones.",
-    mutated("fastimpl.offload.layout:ChunkLayout.has_others", "set().union(*states)", "set(states[0])"),
+    mutated("fastimpl.offload.layout:ChunkLayout.has_others", "chain.from_iterable(states)", "states[0]"),
     kills="OPT-364",
 )
 last_states_only = patched(
     "Only the states of a chunk's last parameter are looked at for new ones.",
-    mutated("fastimpl.offload.layout:ChunkLayout.has_others", "set().union(*states)", "set(states[-1])"),
+    mutated("fastimpl.offload.layout:ChunkLayout.has_others", "chain.from_iterable(states)", "states[-1]"),
     kills="OPT-364",
 )
 one_new_name_decides = patched(
