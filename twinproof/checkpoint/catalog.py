@@ -482,10 +482,8 @@ class _Builder:
             if key not in (SHARDING_KEY, CHECKSUMS_KEY):
                 self.catalog.metadata.setdefault(key, value)
         if info is not None:
-            # In the file's order, so that every rank names the same one of several that disagree.
-            for name in header.entries:
-                if name in info.shapes:
-                    self._note_shape(name, info.shapes[name], file)
+            for name in filter(info.shapes.__contains__, header.entries):
+                self._note_shape(name, info.shapes[name], file)
         tensors, data_start = self.catalog.tensors, header.data_start
         for name, entry in header.entries.items():
             if only is not None and name not in only:
@@ -527,9 +525,8 @@ class _Builder:
         )
 
     def finish(self) -> Catalog:
-        for name, record in self.catalog.tensors.items():
-            if name not in self.sharded:
-                continue
+        for name in filter(self.sharded.__contains__, self.catalog.tensors):
+            record = self.catalog.tensors[name]
             boxes = [(chunk[0], chunk[1]) for chunk in record.chunks]
             # The last chunk of a simple tiling ends where the tensor does; anything else is looked at in full.
             record.shape = self.declared.get(name) or tuple(map(add, *max(boxes)))

@@ -272,7 +272,7 @@ _BUILDER = "twinproof.checkpoint.catalog:_Builder"
 
 shapes_from_the_last = patched(
     "Of tensors about whose shapes files disagree the error names the last one.",
-    mutated(f"{_BUILDER}.add_file", "for name in header.entries:", "for name in reversed(header.entries):"),
+    mutated(f"{_BUILDER}.add_file", "__contains__, header.entries)", "__contains__, reversed(header.entries))"),
     kills="CKPT-967",
 )
 
@@ -280,8 +280,8 @@ gaps_from_the_last = patched(
     "Of tensors with gaps the error names the last one.",
     mutated(
         f"{_BUILDER}.finish",
-        "in self.catalog.tensors.items():",
-        "in reversed(self.catalog.tensors.items()):",
+        "__contains__, self.catalog.tensors)",
+        "__contains__, reversed(self.catalog.tensors))",
     ),
     kills="CKPT-967",
 )
