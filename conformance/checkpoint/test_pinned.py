@@ -77,8 +77,9 @@ def test_order(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, k
     "cause and leave the folder as it was, so that the next save succeeds; a checkpoint that is there MUST NOT be "
     "touched.",
 )
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
-def test_failures(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+def test_failures(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, behind: bool) -> None:
     rename = os.rename
     for failing in range(len(FILES) + 1):
         count = 0
@@ -88,6 +89,8 @@ def test_failures(checkpoint: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
             if Path(target).parent == folder and Path(source).parent != folder:
                 count += 1
                 if count == failing + 1:
+                    if behind:
+                        rename(source, target, **options)
                     raise kind(errno.EIO, os.strerror(errno.EIO), os.fspath(source))
             rename(source, target, **options)
 

@@ -170,7 +170,7 @@ def write_file(path: str, pieces: Iterable[bytes | memoryview], *, durable: bool
         StorageError: ``path`` is unchanged, unless it says that the file is shown.
     """
     folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.saving-{uuid.uuid4().hex[:12]}")
+    temporary = os.path.join(folder, f".{name}.saving-{_hex()}")
     try:
         is_there = os.path.isfile(path)
         _create(temporary, pieces, durable=durable, mode=0o600 if is_there else 0o666)
@@ -297,6 +297,18 @@ def _works_in(folder: Path) -> bool:
         return False  # It was removed, and is nowhere.
 
 
+def _inode(path: Path) -> int | None:
+    """What tells a file or folder from others whatever its name is; None where there is none."""
+    try:
+        return os.lstat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _hex() -> str:
+    return uuid.uuid4().hex[:12]
+
+
 def _resolved(path: Path) -> Path:
     """The path without links. Raises OSError for one through ``..`` of what is not there, which no reader finds."""
     for place, part in enumerate(path.parts):
@@ -369,7 +381,7 @@ class Staging:
         """Make the hidden folder; what it could not be given of the one that it replaces, in words."""
         parent, name = (self.target, "") if self.in_place else (self.target.parent, self.target.name)
         warn_of_leftovers(parent, name)
-        self.folder = parent / f".{name}.saving-{uuid.uuid4().hex[:12]}"
+        self.folder = parent / f".{name}.saving-{_hex()}"
         if self.in_place or not self.target.exists():
             self.folder.mkdir()
             return []
@@ -450,20 +462,36 @@ class Staging:
         if others is None:
             os.rename(self.folder, self.target)
             self._sync_above()
-        elif _exchange(self.folder, self.target):
-            self._replaced = self.folder
-            others.bring_over(self.folder, self.target)
-            self._sync_above()
-            self._drop(self.folder)
-        else:
-            # Without an exchange the target is absent for an instant; a crash then leaves the old one under this name.
-            previous = self.target.with_name(f".{self.target.name}.previous-{uuid.uuid4().hex[:12]}")
-            os.rename(self.target, previous)
-            os.rename(self.folder, self.target)
-            self._replaced = previous
-            others.bring_over(previous, self.target)
-            self._sync_above()
-            self._drop(previous)
+            return
+        replaced = self._replace()
+        others.bring_over(replaced, self.target)
+        self._sync_above()
+        self._drop(replaced)
+
+    def _replace(self) -> Path:
+        """Show the new folder in the place of the old one, and say where that lies now.
+
+        An interrupt may come behind a call that has done its work, so what lies where says what was done.
+        """
+        own, previous = _inode(self.folder), self.target.with_name(f".{self.target.name}.previous-{_hex()}")
+        try:
+            if _exchange(self.folder, self.target):
+                self._replaced = self.folder
+            else:
+                # The target is absent for an instant; a crash then leaves the old one under this name.
+                os.rename(self.target, previous)
+                os.rename(self.folder, self.target)
+                self._replaced = previous
+        except BaseException:
+            found = _inode(self.folder)
+            if found is None:
+                self._replaced = previous
+            elif found != own:
+                self._replaced = self.folder
+            elif _inode(previous) is not None and _inode(self.target) is None:
+                os.rename(previous, self.target)
+            raise
+        return self._replaced
 
     def _sync_above(self) -> None:
         if not self.durable:
@@ -499,13 +527,15 @@ class Staging:
             for name in names:
                 if name in _LAST_NAMES:
                     self._sync(self.target)
-                os.rename(self.folder / name, self.target / name)
+                # Noted first: an interrupt may come behind the call.
                 shown.append(name)
+                os.rename(self.folder / name, self.target / name)
             self._sync(self.target)
         except BaseException:  # An interrupt, too.
             # Files of a save that failed would keep the next one out. The index goes first.
             for name in reversed(shown):
-                os.rename(self.target / name, self.folder / name)
+                if _inode(self.folder / name) is None:
+                    os.rename(self.target / name, self.folder / name)
             raise
         self._drop(self.folder)
 

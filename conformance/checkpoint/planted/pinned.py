@@ -65,3 +65,12 @@ files_of_an_interrupted_save_stay = patched(
     mutated(_PUBLISH, "except BaseException:", "except OSError:"),
     kills="CKPT-604",
 )
+files_noted_behind_their_call = patched(
+    "A file that appeared counts from the call's return on, behind which an interrupt may come.",
+    mutated(
+        _PUBLISH,
+        "shown.append(name)\n            os.rename(self.folder / name, self.target / name)",
+        "os.rename(self.folder / name, self.target / name)\n            shown.append(name)",
+    ),
+    kills="CKPT-604",
+)

@@ -45,17 +45,8 @@ old_one_deleted_first = patched(
     "The old checkpoint is deleted before the new name is on disk.",
     mutated(
         _PUBLISH,
-        "self._sync_above()\n        self._drop(self.folder)",
-        "self._drop(self.folder)\n        self._sync_above()",
-    ),
-    kills="CKPT-552",
-)
-previous_one_deleted_first = patched(
-    "The same where two folders cannot be exchanged.",
-    mutated(
-        _PUBLISH,
-        "self._sync_above()\n        self._drop(previous)",
-        "self._drop(previous)\n        self._sync_above()",
+        "self._sync_above()\n    self._drop(replaced)",
+        "self._drop(replaced)\n    self._sync_above()",
     ),
     kills="CKPT-552",
 )
