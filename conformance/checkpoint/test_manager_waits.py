@@ -421,6 +421,36 @@ def test_loaded_during_a_deletion(checkpoint: Any, tmp_path: Path, monkeypatch: 
 
 
 @requirement(
+    "CKPT-969",
+    "A step that is saved again while retention looks at what was saved under its name before MUST stay.",
+)
+def test_saved_again_meanwhile(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, begun, gate = manager_module.check_unmounted, threading.Event(), threading.Event()
+
+    def slow(path: Path) -> None:
+        if path == tmp_path / "run" / "step-1" and threading.current_thread() is not threading.main_thread():
+            begun.set()
+            gate.wait(60)
+        looks(path)
+
+    trainer = Trainer(1)
+    try:
+        with trainer.manager(checkpoint, tmp_path / "run", interval=1, keep_latest_k=1) as manager:
+            trainer.step()
+            manager.save(1)
+            monkeypatch.setattr(manager_module, "check_unmounted", slow)
+            manager.save(2)
+            assert_equal(begun.wait(60), True, where="retention looks at step 1")
+            trainer.step()
+            manager.save(1)
+            gate.set()
+    finally:
+        gate.set()
+    found = sorted(os.listdir(tmp_path / "run"))
+    assert_equal(found, ["step-1", "step-2"], where="the newest step, and the last saved")
+
+
+@requirement(
     "CKPT-855",
     "An old checkpoint that was moved elsewhere and is linked to MUST be let go by retention as any other: the link "
     "goes, without a trace, and what it led to stays whole.",

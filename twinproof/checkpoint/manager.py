@@ -492,7 +492,7 @@ class CheckpointManager:
     def _save(self, step: int, state: State, writer: Any, planner: HuggingFaceSavePlanner) -> None:
         begun_s = time.monotonic()
         if self._cleaner is not None:
-            self._cleaner.saving_step = step
+            self._cleaner.begin(step)
         if self.policy.async_mode == "disabled":
             try:
                 dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group)
@@ -937,14 +937,20 @@ class _Cleaner:
         self.saving_step: int | None = None
         self._saved_step: int | None = None
         self._loading_step: int | None = None
-        # No checkpoint is hidden between the moment when a load finds it and the one from which on it is kept.
-        self._hiding = threading.Lock()
+        # No checkpoint is hidden between the moment when a load or save finds it and the one from which on it is kept.
+        # A handler of a signal may save while its thread holds this.
+        self._hiding = threading.RLock()
         # May be put into by what interrupts ``get`` itself, as a collection of garbage that finds a manager.
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
         # Later ones may be of saves of this manager.
         self._left = {path: changed_s(path) for path in _left_by_saves(folder)}
         self._thread = threading.Thread(target=self._run, name="twinproof-retention", daemon=True)
         self._thread.start()
+
+    def begin(self, step: int) -> None:
+        """A save of the step begins: what has its name is kept from now on."""
+        with self._hiding:
+            self.saving_step = step
 
     def clean(self, saved_step: int) -> None:
         """Ask for it after a save; returns at once."""
@@ -995,15 +1001,15 @@ class _Cleaner:
         found = complete_steps(self.folder)
         whole = [step for step in sorted(found) if self._counts(step, found)]
         older = whole[: -self.keep]
-        # Looked at in the order in which they change, so that a step is in one of them at every moment.
-        kept = self.saving_step, self._saved_step
-        for step in (step for step in older if step not in kept):
+        for step in older:
             name = f"step-{step}"
             hidden = self.folder / f".{name}.deleting-{uuid.uuid4().hex[:12]}"
             try:
                 check_unmounted(self.folder / name)
                 with self._hiding:
-                    if step != self._loading_step:
+                    # Asked at the last moment, for a step may be saved again while others are looked at; and in the
+                    # order in which they change, so that a step is in one of them at every moment.
+                    if step not in (self._loading_step, self.saving_step, self._saved_step):
                         os.rename(self.folder / name, hidden)
             except OSError as error:
                 logger.warning("%s could not be deleted: %s", self.folder / name, error)

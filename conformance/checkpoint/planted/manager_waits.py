@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from conformance.harness import fault, mutated, patched
@@ -45,7 +46,7 @@ gone_is_an_error = patched(
 
 deleted_while_loaded = patched(
     "Retention deletes a checkpoint that is being loaded.",
-    mutated("twinproof.checkpoint.manager:_Cleaner._clean", "step != self._loading_step", "True"),
+    mutated("twinproof.checkpoint.manager:_Cleaner._clean", "(self._loading_step, self", "(self"),
     kills="CKPT-644",
 )
 
@@ -162,3 +163,9 @@ readers_have_retention = patched(
     mutated("twinproof.checkpoint.manager:CheckpointManager._set_up", " and not self.policy.load_only", ""),
     kills="CKPT-865",
 )
+
+
+@fault(kills="CKPT-969", at="twinproof.checkpoint.manager:_Cleaner._clean")
+def kept_as_when_it_began(original: Any, cleaner: Any) -> None:
+    """Which steps are kept from retention is looked at before its first step."""
+    original(copy.copy(cleaner))
