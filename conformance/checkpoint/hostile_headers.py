@@ -76,6 +76,7 @@ _JSON = (
     _json("nul_padding", _GOOD.encode() + b"\0" * 8),
     _json("no_break_space_padding", _GOOD + "\u00a0"),
     _json("trailing_comma", "{" + entry() + ",}"),
+    _json("trailing_comma_behind_the_metadata", '{"__metadata__":{"k":"v"}, }', data=b""),
     _json("missing_comma", "{" + entry() + entry("b") + "}"),
     _json("only_spaces", " " * 16),
     _json("array_root", "[]", data=b""),

@@ -131,6 +131,27 @@ def test_dtypes(checkpoint: Any, tmp_path: Path) -> None:
 
 
 @requirement(
+    "CKPT-985",
+    "cast=True MUST refuse floats of 4 bits by name, stored ones and targets, which torch cannot convert, before any "
+    "target changes.",
+)
+def test_floats_of_four_bits(checkpoint: Any, tmp_path: Path) -> None:
+    packed = torch.arange(6, dtype=torch.uint8)
+    checkpoint.save_file(
+        {"four": packed.view(torch.float4_e2m1fn_x2), "plain": torch.ones(6), "ok": torch.ones(2)}, tmp_path / FILE
+    )
+    for name, dtype in (("four", torch.float32), ("four", torch.uint8), ("plain", torch.float4_e2m1fn_x2)):
+        targets = {"ok": torch.zeros(2), name: torch.zeros(6 * dtype.itemsize, dtype=torch.uint8).view(dtype)}
+        with raises(UnsupportedError, mentions=("4 bits", name, str(dtype)), where=f"{name} as {dtype}"):
+            load(checkpoint, targets, tmp_path / FILE, cast=True)
+        assert_same_tensor(targets["ok"], torch.zeros(2), where=f"another target beside {name} as {dtype}")
+    same = {"four": torch.zeros(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}
+    with succeeds("a load", where="into a target of the stored dtype"):
+        load(checkpoint, same, tmp_path / FILE, cast=True)
+    assert_same_tensor(same["four"].view(torch.uint8), packed, where="the stored bytes")
+
+
+@requirement(
     "CKPT-057",
     "A load MUST read only the ranges it needs: at most 1.05 times for rows, twice for columns.",
     needs=("ranged_reads",),

@@ -33,6 +33,7 @@ from conformance.harness import (
     succeeds,
 )
 from conformance.provers.faults import Interruption, each_moment, interrupted
+from twinproof.checkpoint.trees import check_unmounted
 from twinproof.errors import MissingCheckpointError
 
 # One process saves and loads here, and torch's threads warn of it when they like.
@@ -425,7 +426,7 @@ def test_loaded_during_a_deletion(checkpoint: Any, tmp_path: Path, monkeypatch: 
     "A step that is saved again while retention looks at what was saved under its name before MUST stay.",
 )
 def test_saved_again_meanwhile(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, begun, gate = manager_module.check_unmounted, threading.Event(), threading.Event()
+    looks, begun, gate = check_unmounted, threading.Event(), threading.Event()
 
     def slow(path: Path) -> None:
         if path == tmp_path / "run" / "step-1" and threading.current_thread() is not threading.main_thread():

@@ -369,7 +369,7 @@ def test_refusals(checkpoint: Any, tmp_path: Path) -> None:
         ("groups", {"w_blocks": torch.ones(2, 3, 4), "w_scales": torch.ones(2, 3)}, UnsupportedError, "w_blocks"),
         (
             "short",
-            {"w_blocks": torch.ones(2, 3, 4, dtype=torch.uint8), "w_scales": torch.ones(2)},
+            {"w_blocks": torch.ones(2, 3, 4, dtype=torch.uint8), "w_scales": torch.ones(2, dtype=torch.uint8)},
             CorruptionError,
             "w_",
         ),

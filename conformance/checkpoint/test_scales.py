@@ -139,3 +139,35 @@ def test_initial_loads_of_quantized(checkpoint: Any, tmp_path: Path) -> None:
                     manager.load()
         expected = values.float() * 0.5 if is_told else before
         assert_same_tensor(model.x.weight.detach(), expected, where=f"{is_told=}")
+
+
+@requirement(
+    "CKPT-986",
+    "Scales of another dtype than their form's, uint8 of MXFP4 and floats of 8-bit weights, MUST be refused by name by "
+    "a reader of quantized weights, targets unchanged; scales of floats that are powers of two alone MUST be taken.",
+)
+def test_dtypes_of_scales(checkpoint: Any, tmp_path: Path) -> None:
+    powers = torch.tensor([[126], [129]], dtype=torch.uint8)
+    weights = {"x.weight": random_bits(FP8, (8, 4), 1), "x_blocks": random_bits(UINT8, (2, 1, 4), 2)}
+    beside = {"x.weight": "x.weight_scale_inv", "x_blocks": "x_scales"}
+    wrong: dict[str, tuple[torch.Tensor, ...]] = {
+        "x.weight": (powers, powers.int(), powers > 126, powers.to(torch.complex64)),
+        "x_blocks": (powers.view(torch.int8), powers.view(torch.float8_e8m0fnu), powers.float(), powers.int()),
+    }
+    for name, scales in wrong.items():
+        for given in scales:
+            path = tmp_path / f"{name}-{given.dtype}.safetensors"
+            checkpoint.save_file({name: weights[name], beside[name]: given}, path)
+            target = torch.full((8, 4) if name == "x.weight" else (2, 8), 3.0)
+            with raises(UnsupportedError, mentions=("another dtype", beside[name]), where=f"{name}, {given.dtype}"):
+                load_with(checkpoint.QuantizedHuggingFaceStorageReader(path, block_size=4), {name: target})
+            assert_equal(bool((target == 3.0).all()), True, where=f"{name}, {given.dtype}: the target is unchanged")
+    found = {}
+    for given in (powers.view(torch.float8_e8m0fnu), powers.view(torch.float8_e8m0fnu).float()):
+        path = tmp_path / f"{given.dtype}.safetensors"
+        checkpoint.save_file({"x.weight": weights["x.weight"], "x.weight_scale_inv": given}, path)
+        found[given.dtype] = torch.empty(8, 4)
+        with succeeds("a load", where=f"scales of {given.dtype}"):
+            reader = checkpoint.QuantizedHuggingFaceStorageReader(path, block_size=4)
+            load_with(reader, {"x.weight": found[given.dtype]})
+    assert_same_tensor(found[torch.float8_e8m0fnu], found[torch.float32], where="the weights")

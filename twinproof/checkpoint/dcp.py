@@ -824,6 +824,7 @@ PIECE_BYTES = regime(
 FP8, MXFP4 = "fp8", "mxfp4"
 _TARGETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_FP8_SCALES = ("F32", "BF16", "F16", "F64", "F8_E8M0", *_FP8)
 
 
 @dataclass(frozen=True)
@@ -890,7 +891,7 @@ def _fp8(catalog: Catalog, values: str, scales: str, block_size: int) -> Quantiz
         got = f"{record.dtype} {list(record.shape)}"
         raise UnsupportedError("not a block-quantized matrix", got=got, expected=_FP8, where=catalog.where(values))
     expected = tuple(-(-size // block_size) for size in record.shape)
-    _check_scales(catalog, scales, scale, expected)
+    _check_scales(catalog, scales, scale, expected, _FP8_SCALES)
     return Quantized(FP8, scales, tuple(record.shape), 0)
 
 
@@ -904,11 +905,16 @@ def _mxfp4(catalog: Catalog, values: str, scales: str, block_size: int) -> Quant
     if any(chunk.sizes[-1] != group for chunk in record.chunks):
         where = catalog.where(values)
         raise UnsupportedError("a group is cut", got="parts in several chunks", expected="it in one chunk", where=where)
-    _check_scales(catalog, scales, scale, (*before, groups))
+    _check_scales(catalog, scales, scale, (*before, groups), ("U8",))
     return Quantized(MXFP4, scales, (*before, 2 * groups * group), group)
 
 
-def _check_scales(catalog: Catalog, name: str, scale: TensorRecord, expected: Sequence[int]) -> None:
+def _check_scales(
+    catalog: Catalog, name: str, scale: TensorRecord, expected: Sequence[int], dtypes: Sequence[str]
+) -> None:
+    if scale.dtype not in dtypes:
+        where = catalog.where(name)
+        raise UnsupportedError("scales of another dtype", got=scale.dtype, expected=dtypes, where=where)
     if tuple(scale.shape) != tuple(expected):
         raise CorruptionError(
             "the scales do not fit the values",

@@ -618,7 +618,10 @@ def _split_metadata(raw: bytes) -> tuple[Any, bytes] | None:
         metadata, end = _DECODER.raw_decode(text)
     except (ValueError, RecursionError):
         return None  # The whole header is parsed then, and refused with the right words.
-    return (metadata, b"{" + text[end + 1 :].encode()) if text[end : end + 1] == "," else None
+    rest = text[end + 1 :]
+    # Behind a comma that stands last nothing would be left that is wrong.
+    is_split = text[end : end + 1] == "," and rest.lstrip()[:1] != "}"
+    return (metadata, b"{" + rest.encode()) if is_split else None
 
 
 def parse_header(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from twinproof.checkpoint.format import torch_dtype
 from twinproof.errors import PlanError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -42,11 +43,18 @@ def check_plain(catalog: Catalog, name: str, dtype: torch.dtype, *, reads_scales
         reads_scales: whether the reader multiplies by scales of the forms that it knows, and these are of another.
 
     Raises:
-        PlanError: a plain reader. UnsupportedError: one of quantized weights.
+        PlanError: a plain reader. UnsupportedError: one of quantized weights; floats of 4 bits.
     """
     stored = catalog.tensors[name].dtype
     scales = scales_of(catalog.tensors, name) if dtype.is_floating_point and stored in _FEW_BITS else None
     if scales is None:
+        if torch.float4_e2m1fn_x2 in (dtype, torch_dtype(stored)):
+            raise UnsupportedError(
+                "torch converts no floats of 4 bits",
+                got=f"{stored} for a target of {dtype}",
+                expected="a target of the stored dtype",
+                where=catalog.where(name),
+            )
         return
     got = f"{stored} beside {scales}, for a target of {dtype}"
     if reads_scales:

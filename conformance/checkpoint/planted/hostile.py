@@ -158,3 +158,9 @@ any_shard_is_torchs = patched(
     ),
     kills="CKPT-635",
 )
+
+last_comma_passes = patched(
+    "A header with a comma behind its metadata and nothing else is accepted.",
+    mutated("twinproof.checkpoint.format:_split_metadata", ' and rest.lstrip()[:1] != "}"', ""),
+    kills="CKPT-404",
+)

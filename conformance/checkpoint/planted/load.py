@@ -285,3 +285,16 @@ gaps_from_the_last = patched(
     ),
     kills="CKPT-967",
 )
+
+four_bits_are_tried = patched(
+    "Conversions of floats of 4 bits are left to torch, which refuses them in the middle of a load.",
+    mutated(
+        "twinproof.checkpoint.scales:check_plain", "torch.float4_e2m1fn_x2 in (dtype, torch_dtype(stored))", "False"
+    ),
+    kills="CKPT-985",
+)
+targets_of_four_bits_are_tried = patched(
+    "Of floats of 4 bits stored ones are refused alone.",
+    mutated("twinproof.checkpoint.scales:check_plain", "in (dtype, torch_dtype(stored))", "is torch_dtype(stored)"),
+    kills="CKPT-985",
+)

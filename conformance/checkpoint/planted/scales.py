@@ -31,3 +31,13 @@ stored_numbers_refused = patched(
     mutated(f"{_SCALES}:check_plain", "if dtype.is_floating_point and stored in", "if stored in"),
     kills="CKPT-911",
 )
+scales_of_any_dtype = patched(
+    "Nobody looks at the dtype of scales.",
+    mutated("twinproof.checkpoint.dcp:_check_scales", "if scale.dtype not in dtypes:", "if False:"),
+    kills="CKPT-986",
+)
+powers_of_two_refused = patched(
+    "Scales that are powers of two alone are refused.",
+    swap("twinproof.checkpoint.dcp:_FP8_SCALES", ("F32", "BF16", "F16", "F64")),
+    kills="CKPT-986",
+)
