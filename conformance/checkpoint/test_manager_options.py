@@ -550,3 +550,36 @@ def test_adapters_that_are_none(checkpoint: Any, tmp_path: Path) -> None:
         refused = raises(kind, mentions=(f"where: {where}", "got: "), where=where)
         with fresh.manager(checkpoint, tmp_path / "fresh", **options) as manager, refused:
             load(manager)
+
+
+@requirement(
+    "CKPT-987",
+    "A model-only last save MUST hold each entry of the model in its own shape and with its own values, also where "
+    "several have no elements, or begin at one address, in the dtype that is asked for.",
+)
+@pytest.mark.parametrize("in_hf", [False, True])
+@pytest.mark.parametrize("export", [None, "bfloat16"])
+def test_entries_at_one_address(checkpoint: Any, tmp_path: Path, export: str | None, in_hf: bool) -> None:
+    trainer, whole = Trainer(1), torch.arange(12.0).reshape(4, 3)
+    parts = {
+        "keys": torch.empty(0, 8),
+        "values": torch.empty(0, 16),
+        "all": whole,
+        "rows": whole[:2],
+        "turned": whole.t(),
+    }
+    for name, part in parts.items():
+        trainer.model.register_buffer(name, part)
+    options = {"export_dtype": export, "last_save_in_hf": in_hf, "last_save_model_only": True}
+    with trainer.manager(checkpoint, tmp_path / "run", **options) as manager:
+        trainer.train(manager, until=3)
+    dtype = torch.float32 if export is None else torch.bfloat16
+    expected = {name: value.to(dtype) for name, value in trainer.weights().items()}
+    reader = (checkpoint.HuggingFaceStorageReader if in_hf else dcp.FileSystemReader)(tmp_path / "run" / "step-3")
+    stored: Any = reader.read_metadata().state_dict_metadata
+    shapes = {name: tuple(value.shape) for name, value in expected.items()}
+    assert_equal({name: tuple(stored[name].size) for name in stored}, shapes, where="stored shapes")
+    targets = {name: torch.empty(value.shape, dtype=dtype) for name, value in expected.items()}
+    with succeeds("a load", where="of what the last save holds"):
+        dcp.load(targets, storage_reader=reader, no_dist=True)
+    assert_same_tensors(targets, expected, where="what was saved")

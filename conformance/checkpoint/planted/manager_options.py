@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from conformance.harness import mutated, patched, swap
+from conformance.harness import fault, mutated, patched, swap
 
 _HF_WRITER = "twinproof.checkpoint.manager:CheckpointManager._hf_writer"
 
@@ -229,3 +230,10 @@ names_not_given_back = patched(
     mutated(f"{_MANAGER}:CheckpointManager._from_hf", "if missing:", "if False:"),
     kills="CKPT-864",
 )
+
+
+@fault(kills="CKPT-987", at="twinproof.checkpoint.manager:CheckpointManager._exported")
+def one_tensor_for_an_address(original: Any, manager: Any, state: Any) -> Any:
+    """What begins at one address is exported once, as if it were tied; so is all that has no elements."""
+    made: dict[int, Any] = {}
+    return {name: made.setdefault(value.data_ptr(), value) for name, value in original(manager, state).items()}
