@@ -583,3 +583,32 @@ def test_entries_at_one_address(checkpoint: Any, tmp_path: Path, export: str | N
     with succeeds("a load", where="of what the last save holds"):
         dcp.load(targets, storage_reader=reader, no_dist=True)
     assert_same_tensors(targets, expected, where="what was saved")
+
+
+@requirement(
+    "CKPT-988",
+    "A load that would take a last save of the model alone MUST be refused with the newest whole step that holds all, "
+    "where there is one; a load of that step MUST restore everything.",
+)
+def test_steps_beside_a_last_save(checkpoint: Any, tmp_path: Path) -> None:
+    folder, options = tmp_path / "run", {"interval": 1, "last_save_in_hf": True, "keep_latest_k": 0}
+    with alone(), Trainer(1).manager(checkpoint, folder, **options) as manager:
+        manager.save(4, last_step=True)
+    told = ("model alone", "expected: it as initial_load_path")
+    with (
+        Trainer(2).manager(checkpoint, folder, **options) as manager,
+        raises(ConfigError, mentions=told, where="nothing else is there"),
+    ):
+        load(manager)
+    trainer = Trainer(1)
+    with alone(), trainer.manager(checkpoint, folder, **options) as manager:
+        for step in (1, 2, 3):
+            trainer.step()
+            manager.save(step)
+    os.unlink(folder / "step-3" / "__0_0.distcp")
+    late = Trainer(2)
+    with late.manager(checkpoint, folder, **options) as manager:
+        with raises(ConfigError, mentions=("model alone", "load(step=2), the newest"), where="the newest is the last"):
+            load(manager)
+        assert_equal(load(manager, 2), True, where="the step that is named")
+    assert_equal(late.counter.step, 2, where="what was restored")

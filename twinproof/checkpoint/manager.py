@@ -671,10 +671,12 @@ class CheckpointManager:
         else:
             return None
         if kind is CheckpointFormat.HF and not model_only:
+            native = [n for n in complete if complete[n] is not kind and n > 0 and self._is_whole(n, complete[n])]
+            newest = f"load(step={max(native)}), the newest that holds all; or " if native else ""
             raise ConfigError(
                 "an HF checkpoint holds the model alone: no optimizer, step or data loader can be restored",
                 got=os.fspath(path),
-                expected="it as initial_load_path of another folder, with initial_load_model_only=True",
+                expected=f"{newest}it as initial_load_path of another folder, with initial_load_model_only=True",
                 where="load",
             )
         return path, kind, model_only
