@@ -38,14 +38,18 @@ def _save(checkpoint: Any, folder: Path, said: Any) -> None:
 def _load(checkpoint: Any, folder: Path, way: str, said: Any) -> Any:
     """What an object has that said this, when it was restored."""
     model, optimizer, states = _run(said)
+    _load_into(checkpoint, folder, way, model, optimizer, states)
+    return states["loader"].said
+
+
+def _load_into(checkpoint: Any, folder: Path, way: str, model: Any, optimizer: Any, states: dict[str, Any]) -> None:
     with alone():
         if way == "load_training":
             checkpoint.load_training(folder / "step-1", model, optimizer, states=states)
-        else:
-            options = {"optimizers": optimizer, "states": states, "interval": 1, "durable": False}
-            with checkpoint.CheckpointManager(folder, model=model, **options) as manager:
-                assert_equal(manager.load(), True, where="a load")
-    return states["loader"].said
+            return
+        options = {"optimizers": optimizer, "states": states, "interval": 1, "durable": False}
+        with checkpoint.CheckpointManager(folder, model=model, **options) as manager:
+            assert_equal(manager.load(), True, where="a load")
 
 
 def _plain(value: Any) -> Any:
@@ -136,6 +140,26 @@ def test_step_back(checkpoint: Any, tmp_path: Path, way: str) -> None:
     with raises(MissingKeyError, mentions=("nothing of an object", "loader"), where="an object that was not saved"):
         _load(checkpoint, tmp_path / "other", way, now)
     assert_equal(now, {"at": {"wiki": 5}}, where="what an object had that was not saved")
+
+
+@requirement(
+    "CKPT-989",
+    "An object of which a checkpoint has nothing MUST be refused by name beside others whose names begin with its own, "
+    "or end or go on as it does; nothing of any object is changed.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+@pytest.mark.parametrize("saved", ["loader_valid", "loader2", "loader-eval", "a.loader", "loader 0.seen"])
+def test_names_that_begin_alike(checkpoint: Any, tmp_path: Path, saved: str, way: str) -> None:
+    model, optimizer, _ = _run(None)
+    with alone():
+        states = {saved: Said({"seen": 7})}
+        checkpoint.save_training(tmp_path / "step-1", model, optimizer, 1, states=states, durable=False)
+    for said in ({"seen": 0}, {"seen": 0, "file": "a"}, {"at": {"wiki": 5}}):
+        states = {saved: Said({"seen": 0}), "loader": Said(said)}
+        with raises(MissingKeyError, mentions=("nothing of an object", "got: loader;"), where=f"{saved} beside {said}"):
+            _load_into(checkpoint, tmp_path, way, model, optimizer, states)
+        found = {name: state.said for name, state in states.items()}
+        assert_equal(found, {saved: {"seen": 0}, "loader": said}, where=f"{saved} beside {said}: what objects have")
 
 
 # What an object said when it was saved, and what a fresh one says: tensors of another dtype or size.
