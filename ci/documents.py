@@ -266,7 +266,8 @@ def requirements() -> str:
 
 _ERRORS = """All derive from `twinproof.TwinproofError` (`twinproof.errors`), and carry `got`, `expected` and `where`.
 Each is an error of Python's own kinds too, so that code that catches those goes on to work. DCP wraps what a rank
-raises in its `CheckpointException`: there, in `failures`, they keep their class and what they carry.
+raises in its `CheckpointException`: there, in `failures`, they keep their class and what they carry. It derives
+from `BaseException`: `except Exception` around a save or load passes it by.
 """
 
 
