@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from conformance.checkpoint.trainer import Counter, Trainer, alone
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
 from twinproof.checkpoint.native import with_own_keys
-from twinproof.errors import ConfigError, PlanError
+from twinproof.errors import ConfigError, MissingKeyError, PlanError
 
 
 class _Momentum(torch.optim.Optimizer):
@@ -133,7 +133,7 @@ def _joint_parameters(rank: Rank, path: str) -> None:
     with raises(PlanError, mentions=("states of a parameter", "b."), where=f"one layer trained, rank {rank.rank}"):
         checkpoint.load_training(f"{path}/whole", *_trained(2, False))
     for is_whole in (None, True):
-        with raises(RuntimeError, mentions=("optimizer.state.b.",), where=f"no states of a layer, rank {rank.rank}"):
+        with raises(MissingKeyError, mentions=("optimizer.state.b.",), where=f"no states of a layer, rank {rank.rank}"):
             checkpoint.load_training(f"{path}/half", *_trained(2, is_whole))
 
 

@@ -393,3 +393,36 @@ def test_empty_mappings_in_lists(checkpoint: Any, tmp_path: Path, way: str) -> N
         with succeeds("a load", where=f"an object that says {what}"):
             found = _load(checkpoint, tmp_path, way, now)
         assert_equal(_plain(found), _plain(said), where=f"an object that had said {what}")
+
+
+class _Grown(torch.nn.Linear):
+    """A layer with other shapes and more parameters than the one that was saved."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.scale, self.shift = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+
+
+@requirement(
+    "CKPT-990",
+    "A load of a training checkpoint into a model that has other names or shapes MUST name all of them at once, of the "
+    "optimizer too, and change nothing.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_other_models(checkpoint: Any, tmp_path: Path, way: str) -> None:
+    def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=0.1)
+
+    saved, grown = torch.nn.Linear(2, 2), _Grown()
+    with alone():
+        checkpoint.save_training(tmp_path / "step-1", saved, adam(saved), 1, durable=False)
+    before = {name: value.clone() for name, value in grown.state_dict().items()}
+    missing = ("'scale'", "'shift'", "'optimizer.param_groups.scale.lr'")
+    with raises(MissingKeyError, mentions=("not in the checkpoint", *missing), where="more parameters"):
+        _load_into(checkpoint, tmp_path, way, grown, adam(grown), {})
+    wide = torch.nn.Linear(3, 4)
+    shapes = ("'weight': ((4, 3), (2, 2))", "'bias': ((4,), (2,))")
+    with raises(PlanError, mentions=("shapes differ", *shapes), where="other shapes"):
+        _load_into(checkpoint, tmp_path, way, wide, [], {})
+    for name, value in before.items():
+        assert_same_tensor(grown.state_dict()[name], value, where=f"{name} behind a load that was refused")

@@ -681,8 +681,9 @@ def load_training(
 
     Raises:
         MissingCheckpointError: nothing is there. FormatError: a checkpoint of HF's format, which holds the model alone.
-        CheckpointException: torch's, also where the checkpoint lacks a name; with a CorruptionError where chunks or
-            files lack a part of what is asked for.
+        CheckpointException: torch's, with each rank's named error: a MissingKeyError of all names that the checkpoint
+            lacks, a PlanError of all shapes that differ, a CorruptionError where chunks or files lack a part of what
+            is asked for.
     """
 
     def begun() -> tuple[list[torch.nn.Module], State]:

@@ -279,7 +279,13 @@ class FillingPlanner(DefaultLoadPlanner):
 
     Args:
         flatten_state_dict, flatten_sharded_tensors, allow_partial_load: as there.
+
+    Raises:
+        MissingKeyError: all names that the checkpoint lacks. PlanError: all shapes that differ.
     """
+
+    # What an error says that is expected in the place of other names.
+    _names = "names of the checkpoint"
 
     def __init__(
         self,
@@ -308,11 +314,29 @@ class FillingPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """One read item per block of a packed shard and chunk that it lies in; everything else as torch plans it."""
-        plan: LoadPlan = super().create_local_plan()
         assert self.metadata is not None
+        self._check_asked(self.metadata.state_dict_metadata)
+        plan: LoadPlan = super().create_local_plan()
         chunks = self._with_blocks(plan, self.state_dict)
         check_covered(plan, {**self.state_dict, **chunks}, self.metadata.state_dict_metadata)
         return plan
+
+    def _check_asked(self, saved: Mapping[str, Any]) -> None:
+        """Demand names and shapes of the checkpoint; torch names the first that is wrong, by an error of no name."""
+        missing = sorted(self.state_dict.keys() - saved.keys())
+        if missing and not self.allow_partial_load:
+            raise MissingKeyError(
+                "names are not in the checkpoint", got=missing, expected=self._names, where="state_dict"
+            )
+        wrong = {
+            fqn: (tuple(value.size()), tuple(saved[fqn].size))
+            for fqn, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor)
+            and isinstance(saved.get(fqn), TensorStorageMetadata)
+            and value.size() != saved[fqn].size
+        }
+        if wrong:
+            raise PlanError("shapes differ, as (target, saved)", got=wrong, expected="equal shapes", where="state_dict")
 
     def _with_blocks(self, plan: LoadPlan, targets: Mapping[str, Any]) -> dict[str, list[ChunkStorageMetadata]]:
         """Plan these targets' packed shards anew; the answer is their blocks, by name. See ``check_parts``."""
@@ -401,6 +425,8 @@ class HuggingFaceLoadPlanner(FillingPlanner):
         PlanError: shapes that differ, all at once. CorruptionError: targets of which the checkpoint lacks a part.
     """
 
+    _names = "names of the checkpoint, or allow_partial_load=True"
+
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -433,20 +459,6 @@ class HuggingFaceLoadPlanner(FillingPlanner):
                 len(self.unexpected_keys),
                 ", ".join(self.unexpected_keys[:20]),
             )
-        if self.strict and self.missing_keys:
-            expected = "names of the checkpoint, or allow_partial_load=True"
-            raise MissingKeyError(
-                "names are not in the checkpoint", got=self.missing_keys, expected=expected, where="state_dict"
-            )
-        wrong = {
-            fqn: (tuple(value.size()), tuple(saved[fqn].size))
-            for fqn, value in self.state_dict.items()
-            if isinstance(value, torch.Tensor)
-            and isinstance(saved.get(fqn), TensorStorageMetadata)
-            and value.size() != saved[fqn].size
-        }
-        if wrong:
-            raise PlanError("shapes differ, as (target, saved)", got=wrong, expected="equal shapes", where="state_dict")
         return super().create_local_plan()
 
 
