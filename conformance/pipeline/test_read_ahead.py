@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from types import MethodType
 from typing import Any
 
@@ -281,6 +282,29 @@ def _assert_rules(pipeline: Any, name: str, edit: Callable[[Any, int], Any], ran
 @pytest.mark.parametrize("name", TRAINING)
 def test_edits_of_forwards(pipeline: Any, name: str, edited: str) -> None:
     _assert_rules(pipeline, name, RULES[edited], None, own=True)
+
+
+@requirement(
+    "PIPE-767",
+    "What a forward reads on the way to a sharded module and what was assigned in one mode MUST be seen by the next "
+    "batches of every mode, whenever modes are switched and whichever of them were traced before.",
+)
+@pytest.mark.parametrize("modes", ["TTETTE", "TETETE", "ETTEET"])
+@pytest.mark.parametrize("name", [FUSED, "TrainPipelineSparseDist"])
+def test_edits_between_modes(pipeline: Any, name: str, modes: str) -> None:
+    for edited, at in product(("a number", "a part"), range(1, len(modes))):
+        job, loop, _ = _ruled(pipeline)
+        schedule, loader = job.schedule(name), iter(job.batches(len(modes)))
+        for step, (mode, batch) in enumerate(zip(modes, loop.batches(len(modes)), strict=True)):
+            for each in (job, loop):
+                each.model.train(mode == "T")
+                if step == at:
+                    RULES[edited](each.model, 2)
+            where = f"{edited} at step {at}, step {step} of {modes}"
+            with succeeds("a step", where=where):
+                output = schedule.progress(loader)
+            assert_bits(output, loop.step(batch), where)
+        assert_same_state(job, loop, f"{edited} at step {at} of {modes}")
 
 
 def _ruled_on_one_rank(rank: Rank) -> None:

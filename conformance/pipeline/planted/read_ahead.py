@@ -82,3 +82,10 @@ forwards_put_on_models_unseen = patched(
     mutated("twinproof.pipeline.stages:Traces.has_hooks", '"forward" in vars(unwrapped(self._model))', "False"),
     kills="PIPE-708",
 )
+other_modes_go_by_this_one = patched(
+    "Whether the trace of another mode is still right is asked of what the mode before reads.",
+    mutated(
+        "twinproof.pipeline.stages:Traces.follow", "not self._found[modes][0].are_same()", "not self._reads.are_same()"
+    ),
+    kills="PIPE-767",
+)
