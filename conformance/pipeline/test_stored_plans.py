@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from conformance.pipeline.sharding import assert_shards, collection_of, random_p
 from refimpl.optimizers import Hyper
 
 WIDTH, LR = 4, 0.5
-# What any hash puts somewhere, and what chunks of 3 hold.
+# What any hash puts somewhere, and what chunks of 3 and more hold.
 ANY_KEYS = [-1, 0, 7, -(2**63), 2**63 - 1, 2**31, -(2**31) - 1, 12]
 CHUNK_KEYS = [0, 2, 3, 5, 8, 11, 6, 14]
 # Names of which one begins with another, and the end of the name of a table that is not the collection's.
@@ -29,8 +31,9 @@ class Stored:
     Numbers are small multiples of powers of two, so that no order of sums shows.
     """
 
-    def __init__(self, rank: Rank, seed: int) -> None:
+    def __init__(self, rank: Rank, seed: int, sizes: Sequence[int] = ()) -> None:
         self.rank, self.seed, self.chosen = rank, seed, random.Random(seed)
+        self.sizes = list(sizes)
         self.pipeline, self.kvstore = rank.component("pipeline"), rank.component("kvstore")
         poolings = [self.pipeline.PoolingType.SUM, self.pipeline.PoolingType.MEAN]
         self.features = {name: [f"{name}.a", f"{name}.b"][: self.chosen.randint(1, 2)] for name in NAMES}
@@ -60,8 +63,10 @@ class Stored:
         return torch.randint(-8, 9, shape, generator=generator_of(100 * self.seed + seed)) / 4
 
     def _buckets(self) -> Any:
+        if self.sizes:
+            return self.kvstore.Buckets(5, "chunk", self.sizes.pop())
         if self.chosen.random() < 0.3:
-            return self.kvstore.Buckets(5, "chunk", 3)
+            return self.kvstore.Buckets(5, "chunk", self.chosen.choice([3, 4, 15]))
         return self.kvstore.Buckets(self.chosen.choice([1, 2, 3, 4, 5, 7]))
 
     def _stores(self, groups: list[list[str]]) -> dict[str, Any]:
@@ -145,9 +150,9 @@ class Stored:
             assert_equal(count, len(self.keys(name)), where=f"seed {self.seed} rows of {name} on all ranks")
 
 
-def _trained(rank: Rank, seeds: range) -> None:
+def _trained(rank: Rank, seeds: range, sizes: Sequence[int] = ()) -> None:
     for seed in seeds:
-        stored = Stored(rank, seed)
+        stored = Stored(rank, seed, sizes)
         for step in (1, 2):
             stored.train(step)
 
@@ -160,6 +165,22 @@ def _trained(rank: Rank, seeds: range) -> None:
 def test_any_stored_plan(rank_pool: Any) -> None:
     for world_size in (1, 2, 3, 4):
         rank_pool.run(_trained, world_size, range(8 * world_size, 8 * world_size + 4))
+
+
+def _trained_by_sizes(rank: Rank) -> None:
+    for sizes in permutations((3, 4, 15)):
+        # A seed of which three tables are in stores.
+        _trained(rank, range(2, 3), sizes)
+
+
+@requirement(
+    "PIPE-768",
+    "Key-value tables that are dealt by as many chunk buckets of other sizes MUST each be dealt by its own, in any "
+    "order, and train as the uncut tables.",
+)
+def test_sizes_of_buckets(rank_pool: Any) -> None:
+    for world_size in (2, 3):
+        rank_pool.run(_trained_by_sizes, world_size)
 
 
 @requirement(

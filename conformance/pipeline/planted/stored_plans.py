@@ -25,3 +25,13 @@ betas_of_the_store = patched(
     mutated("twinproof.pipeline.modules:StoreRows.step", ', "beta2": hyper.beta2', ""),
     kills="PIPE-458",
 )
+sizes_of_buckets_ignored = patched(
+    "Buckets of one number and one way to deal are taken for the same, whatever their size.",
+    mutated(
+        "fastimpl.pipeline.route:_first_buckets",
+        "first.setdefault(sharding.buckets, table)",
+        "first.setdefault(getattr(sharding.buckets, 'total_count', None), table)",
+    ),
+    kills="PIPE-768",
+    of="fastimpl",
+)
