@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,41 @@ def test_other_layouts(tmp_path: Path) -> None:
         assert_equal((type(staged[name]), staged[name].layout), (type(value), value.layout), where=name)
         assert_same_tensor(values[name](staged[name]), before[name], where=name)
     assert_equal(staged["meta"] is meta, True, where="meta")
+
+
+class _Queue(deque[Any]):
+    """An object of the user's that holds others."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__(values)
+        self.seen = {"by": [1, 2]}
+
+
+def _told(objects: Any) -> list[str]:
+    return [repr(objects), repr(objects["a queue"].seen)]
+
+
+@requirement(
+    "CKPT-991",
+    "A manager's asynchronous save MUST copy objects when it is called, with all that they hold, however deep: none of "
+    "it changes with what training does to them.",
+)
+def test_objects(tmp_path: Path) -> None:
+    objects: dict[str, Any] = {
+        "a queue": _Queue([1, [2, 3]], {"x": [4]}),
+        "a mapping": {"wiki": [3]},
+        "a set": {1, 2},
+        "in lists": [1, [_Queue([5])], (6, [7])],
+    }
+    expected = _told(objects)
+    staged = NativeStorageWriter(tmp_path / "ck").stage(objects)
+    assert_equal(_told(staged), expected, where="what was copied")
+    objects["a queue"][0][1].append(0)
+    objects["a queue"][1]["x"].clear()
+    objects["a queue"].seen["by"].append(3)
+    objects["a mapping"]["wiki"].append(0)
+    objects["a set"].add(3)
+    objects["in lists"][1][0][0].append(0)
+    objects["in lists"][2][1].append(0)
+    assert_equal(_told(objects) == expected, False, where="what changed")
+    assert_equal(_told(staged), expected, where="what was copied, behind the changes")

@@ -60,3 +60,8 @@ meta_copied = patched(
     mutated("twinproof.checkpoint.plan:_copied", "value.is_meta or not", "not"),
     kills="CKPT-845",
 )
+objects_copied_flat = patched(
+    "Of an object the copy shares what it holds.",
+    mutated("twinproof.checkpoint.plan:_staged", "return copy.deepcopy(value)", "return copy.copy(value)"),
+    kills="CKPT-991",
+)
