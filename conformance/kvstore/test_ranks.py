@@ -8,13 +8,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from conformance.kvstore.cases import assert_contents, contents, ids_of, save, store_of, weights_of
-from twinproof.errors import ConfigError, TwinproofError, UnsupportedError
+from conformance.kvstore.cases import (
+    assert_contents,
+    contents,
+    ids_of,
+    random_rows,
+    save,
+    store_of,
+    weights_of,
+)
+from twinproof.errors import (
+    ConfigError,
+    CorruptionError,
+    DistributedError,
+    MissingCheckpointError,
+    TwinproofError,
+    UnsupportedError,
+)
 
 BUCKETS = 2
 
@@ -226,3 +242,223 @@ def test_rows_of_one_rank(kvstore: Any, rank_pool: Any, tmp_path: Path) -> None:
         with raises(UnsupportedError, mentions=("2 of 4 rows", "rows.weight"), where=f"rank {rank}'s, alone"):
             model.load_state_dict(state)
         assert_contents(store, before, where="behind a refusal")
+
+
+DEALT_IDS = (-(2**63), -7, -1, 0, 1, 2, 3, 5, 8, 13, 14, 2**31, 2**62, 2**63 - 1)
+CHUNKED_IDS = tuple(range(0, 14, 2))
+
+
+class _Dealt:
+    """A store as a state of training: rows dealt to ranks by buckets, in a list of its state dict."""
+
+    def __init__(self, kvstore: Any, buckets: Any, **options: Any) -> None:
+        layouts = {"t": kvstore.RowLayout(6, optimizer="adam"), "none": kvstore.RowLayout(4)}
+        self.kvstore, self.buckets, self.store = kvstore, buckets, store_of(kvstore, layouts, **options)
+        self.given: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stores": [self.store.state_dict(buckets=self.buckets)]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        (found,) = state_dict["stores"]
+        self.given = {name: (type(value), value.shape[0]) for name, value in found.items()}
+        self.store.load_state_dict(found, clear=True)
+
+    def ids(self, rank: Any) -> list[int]:
+        """Those of this rank's buckets, told by arithmetic alone."""
+        count, size = self.buckets.total_count, self.buckets.bucket_size
+        begin, end = self.kvstore.rank_buckets(count, rank.world_size, rank.rank)
+        if size is not None:
+            return [each for each in CHUNKED_IDS if begin <= each // size < end]
+        return [each for each in DEALT_IDS if begin <= each % count < end]
+
+    def fill(self, rank: Any, seed: int) -> None:
+        """This rank's rows, each the same whatever the number of ranks, and a step."""
+        for each in self.ids(rank):
+            self.store.set_rows("t", random_rows(self.store, [each], seed + each % 1000))
+        self.store.set_step_count("t", seed + rank.rank)
+
+    def assert_filled(self, rank: Any, seed: int, step: int, where: str) -> None:
+        """The rows of this rank alone, a step, and no other table's rows."""
+        expected = {each: random_rows(self.store, [each], seed + each % 1000) for each in self.ids(rank)}
+        rows = {each: bytes(row[0].numpy()) for each, row in expected.items()}
+        assert_contents(self.store, {"t": rows, "none": {}}, where=where)
+        assert_equal(self.store.step_count("t"), step, where=f"{where}: step")
+
+
+class _Trainer:
+    """A model with dealt rows, and a store of dealt rows among the states of its training."""
+
+    def __init__(self, rank: Any, buckets: Any, way: str) -> None:
+        kvstore = rank.component("kvstore")
+        whole = {"return_whole_row": way in ("training", "hf")}
+        self.rank, self.way, self.checkpoint = rank, way, rank.component("checkpoint")
+        self.table, self.state = _Dealt(kvstore, buckets, **whole), _Dealt(kvstore, buckets, **whole)
+        self.model = torch.nn.ModuleDict(
+            {"rows": kvstore.KVEmbedding(self.table.store, table="t", buckets=buckets), "dense": torch.nn.Linear(2, 1)}
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def _manager(self, folder: str, **options: Any) -> Any:
+        options |= {"async_mode": "async"} if self.way == "async" else {}
+        given = {"model": self.model, "optimizers": self.optimizer, "states": {"dealt": self.state}}
+        return self.checkpoint.CheckpointManager(folder, interval=1, durable=False, **given, **options)
+
+    def save(self, folder: str) -> None:
+        """By the way of this trainer."""
+        if self.way == "training":
+            options = {"states": {"dealt": self.state}, "durable": False}
+            self.checkpoint.save_training(f"{folder}/step-4", self.model, self.optimizer, 4, **options)
+            return
+        with self._manager(folder, **({"last_save_in_hf": True} if self.way == "hf" else {})) as manager:
+            manager.save(4, last_step=self.way == "hf")
+            # Of an asynchronous save the rows of then are kept.
+            manager.maybe_wait_for_staging()
+            for each in (self.table, self.state) if self.way == "async" else ():
+                each.store.clear("t")
+
+    def load(self, folder: str) -> None:
+        """By the way of this trainer."""
+        if self.way == "training":
+            options = {"states": {"dealt": self.state}}
+            step = self.checkpoint.load_training(f"{folder}/step-4", self.model, self.optimizer, **options)
+            assert_equal(step, 4, where="step")
+            return
+        initial = {"initial_load_path": f"{folder}/step-4", "initial_load_in_hf": True} if self.way == "hf" else {}
+        with self._manager(f"{folder}-again" if initial else folder, **initial) as manager:
+            manager.load()
+
+    def filled(self) -> list[tuple[_Dealt, int]]:
+        """What was saved, and the seed of its rows."""
+        return [(self.table, 3)] + ([] if self.way == "hf" else [(self.state, 40)])
+
+
+def _some_buckets(kvstore: Any, way: str) -> list[Any]:
+    every = [kvstore.Buckets(5), kvstore.Buckets(2), kvstore.Buckets(5, "chunk", 3)]
+    return every if way == "training" else every[1:2] if way == "manager" else every[:1]
+
+
+def save_dealt(rank: Any, path: str, way: str) -> None:
+    """Save rows that are dealt by each kind of buckets."""
+    for number, buckets in enumerate(_some_buckets(rank.component("kvstore"), way)):
+        trainer = _Trainer(rank, buckets, way)
+        for dealt, seed in trainer.filled():
+            dealt.fill(rank, seed)
+        with succeeds("a save", where=f"{buckets}, rank {rank.rank} of {rank.world_size}"):
+            trainer.save(f"{path}/{number}")
+
+
+def load_dealt(rank: Any, path: str, way: str, saved_count: int) -> None:
+    """Load what so many ranks have saved, over rows of others."""
+    for number, buckets in enumerate(_some_buckets(rank.component("kvstore"), way)):
+        where = f"{buckets}, of {saved_count} ranks, rank {rank.rank} of {rank.world_size}"
+        trainer = _Trainer(rank, buckets, way)
+        for dealt, seed in trainer.filled():
+            dealt.fill(rank, seed + 100)
+        with succeeds("a load", where=where):
+            trainer.load(f"{path}/{number}")
+        for dealt, seed in trainer.filled():
+            dealt.assert_filled(rank, seed, seed + saved_count - 1, where)
+        given = {each for name, each in trainer.state.given.items() if name.startswith("t.w")}
+        expected = {(torch.Tensor, len(trainer.state.ids(rank)))}
+        assert_equal(given, set() if way == "hf" else expected, where=f"{where}: what the state was given")
+
+
+@requirement(
+    "KV-494",
+    "What several ranks saved of rows that are dealt by buckets, in a model, a state of training or an HF export, MUST "
+    "load on any number of ranks: each gets plain memory of its buckets' rows alone, whole, and the step.",
+)
+@pytest.mark.parametrize("way", ["training", "manager", "async", "hf"])
+def test_dealt_rows(kvstore: Any, checkpoint: Any, rank_pool: Any, tmp_path: Path, way: str) -> None:
+    # One to three ranks in both directions, and of the other ways some of them.
+    loads = {1: (3,), 2: (1, 2, 3), 3: (2,)} if way == "training" else {2: (2, 3), 3: (1,)}
+    for saved_count, loaded_counts in loads.items():
+        path = str(tmp_path / f"{saved_count}")
+        rank_pool.run(save_dealt, saved_count, path, way)
+        for loaded_count in loaded_counts:
+            rank_pool.run(load_dealt, loaded_count, path, way, saved_count)
+
+
+class _Plain:
+    """A state whose entries are plain tensors, saved by one rank of several as if all were its own."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stores": [self.state]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def save_for_refusals(rank: Any, path: str) -> None:
+    """Rows by five buckets; the same with one row too few, too, and without counts."""
+    checkpoint, kvstore = rank.component("checkpoint"), rank.component("kvstore")
+    dealt, model = _Dealt(kvstore, kvstore.Buckets(5)), torch.nn.Linear(1, 1)
+    dealt.fill(rank, 3)
+    state = {name: value.full_tensor() for name, value in dealt.state_dict()["stores"][0].items()}
+    rows = {name: value[:-1] if name in ("t.weight", "t.weight_id") else value for name, value in state.items()}
+    bare = {name: value for name, value in state.items() if not name.endswith("bucket")}
+    given = {"right": dealt, "short": _Plain(rows), "bare": _Plain(bare)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, each in given.items():
+        checkpoint.save_training(f"{path}/{name}", model, optimizer, 4, states={"dealt": each}, durable=False)
+
+
+class _Bare(_Dealt):
+    """A store that says nothing of its buckets' counts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        (found,) = super().state_dict()["stores"]
+        return {"stores": [{name: value for name, value in found.items() if not name.endswith("bucket")}]}
+
+
+def load_refused(rank: Any, path: str) -> None:
+    """Loads by other buckets, of rows that do not fit their counts, and of what has none."""
+    checkpoint, kvstore = rank.component("checkpoint"), rank.component("kvstore")
+    five, model = kvstore.Buckets(5), torch.nn.Linear(1, 1)
+    cases: dict[str, tuple[str, Any, Any, tuple[str, ...]]] = {
+        "count": ("right", _Dealt(kvstore, kvstore.Buckets(4)), ConfigError, ("got: 4", "expected: 5", "t.bucket")),
+        "hash": ("right", _Dealt(kvstore, kvstore.Buckets(5, "chunk", 3)), ConfigError, ("ids [", "t.weight_id")),
+        "nobody's": ("right", _Dealt(kvstore, None), UnsupportedError, ("2 ranks", "kvstore.load", ".t.")),
+        "short": ("short", _Dealt(kvstore, five), CorruptionError, ("got: 13", "expected: 14", ".t.weight")),
+        "bare": ("bare", _Bare(kvstore, five), UnsupportedError, ("2 ranks", "counts", ".t.")),
+    }
+    for name, (folder, dealt, error, mentions) in cases.items():
+        own = dealt.ids(rank)[:1] if dealt.buckets is not None else [5][rank.rank :]
+        dealt.store.set("t", ids_of(own), torch.ones(len(own), 6))
+        before, optimizer = contents(dealt.store), torch.optim.SGD(model.parameters(), lr=0.1)
+        with raises(error, mentions=mentions, where=f"{name}, rank {rank.rank}"):
+            checkpoint.load_training(f"{path}/{folder}", model, optimizer, states={"dealt": dealt})
+        assert_contents(dealt.store, before, where=f"{name}, rank {rank.rank}: behind a refusal")
+    # The others exchange counts of rows, and would wait for a rank that is told no.
+    dealt, expected = _Dealt(kvstore, five), MissingCheckpointError if rank.rank else DistributedError
+    with raises(expected, mentions=("no checkpoint is there",), where=f"a path of its own, rank {rank.rank}"):
+        own_path, optimizer = f"{path}/{'none' if rank.rank else 'right'}", torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpoint.load_training(own_path, model, optimizer, states={"dealt": dealt})
+
+
+def load_alone(rank: Any, path: str) -> None:
+    """One rank has the rows of all buckets, whatever these are."""
+    checkpoint, kvstore = rank.component("checkpoint"), rank.component("kvstore")
+    model, saved = torch.nn.Linear(1, 1), _Dealt(kvstore, kvstore.Buckets(5))
+    for buckets in (kvstore.Buckets(4), kvstore.Buckets(5, "chunk", 3), None):
+        dealt = _Dealt(kvstore, buckets)
+        with succeeds("a load", where=f"{buckets}"):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            checkpoint.load_training(f"{path}/right", model, optimizer, states={"dealt": dealt})
+        saved.store = dealt.store
+        saved.assert_filled(rank, 3, 3, f"{buckets}")
+
+
+@requirement(
+    "KV-495",
+    "Rows that were saved by other buckets, do not fit their counts, or of which nobody says whose they are MUST be "
+    "refused by name on every rank of several, with nothing changed; one rank that has all MUST take them.",
+)
+def test_dealt_otherwise(kvstore: Any, checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(save_for_refusals, 1, str(tmp_path))
+    rank_pool.run(load_refused, 2, str(tmp_path))
+    rank_pool.run(load_alone, 1, str(tmp_path))

@@ -46,7 +46,7 @@ from twinproof.checkpoint.native import (
     set_model,
     told_by,
 )
-from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory
+from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory, without_parts
 from twinproof.checkpoint.planners import FillingPlanner, HuggingFaceSavePlanner
 from twinproof.checkpoint.publish import (
     all_or_none,
@@ -180,7 +180,7 @@ class CheckpointManager:
     Args:
         folder: where ``step-N`` folders are; a relative path is that of the moment when the manager is made.
         model: the module, or the parts of it that this rank has (pipeline stages), with names of their own; an empty
-            list where it has none.
+            list where it has none. Rows of stores in it, and of key-value tables, are saved and loaded with it.
         optimizers: one, or one for each part that is trained; also any object with ``state_dict`` and
             ``load_state_dict``, and one optimizer that derives from torch's ``Stateful``, as torchtitan's container:
             these name their states.
@@ -700,12 +700,12 @@ class CheckpointManager:
             state, reader = self._model_state(), self._hf_reader(path)
             names, targets = set(state), self._to_hf(state)
             if any(isinstance(value, Unfilled) for value in targets.values()):
-                targets = with_memory(targets, reader.read_metadata(), rank_count_of(self._group))
+                targets = with_memory(targets, reader, rank_count_of(self._group))
             return names, targets, reader, FillingPlanner()
 
         names, targets, reader, planner = together(begun, self._group)
         dcp.load(targets, storage_reader=reader, planner=planner, process_group=self._group)
-        together(lambda: self._set_model(self._from_hf(targets, names)), self._group)
+        together(lambda: self._set_model(self._from_hf(without_parts(targets), names)), self._group)
 
     def _to_hf(self, state: State) -> State:
         return state if self._adapter is None else _told(self._adapter.to_hf(state), "to_hf")

@@ -46,7 +46,14 @@ from twinproof.checkpoint.format import (
     check_put_aside,
     local_path,
 )
-from twinproof.checkpoint.plan import check_told, staged, with_memory
+from twinproof.checkpoint.plan import (
+    check_told,
+    set_stored_rows,
+    staged,
+    stored_rows,
+    with_memory,
+    without_parts,
+)
 from twinproof.checkpoint.planners import FillingPlanner, HuggingFaceSavePlanner
 from twinproof.checkpoint.publish import (
     Staging,
@@ -569,8 +576,16 @@ def merged(dicts: Any) -> State:
 
 
 def model_states(parts: Iterable[torch.nn.Module]) -> State:
-    """What parts of a model say together. One without states, as a stage of activations or of no rank's, says none."""
-    return merged(get_model_state_dict(part, options=_OR_NONE) for part in parts)
+    """What parts of a model say together. One without states, as a stage of activations or of no rank's, says none.
+
+    Rows of key-value tables are among it; every rank calls this.
+    """
+    return merged(found for part in parts for found in (_own_states(part), stored_rows(part)))
+
+
+def _own_states(part: torch.nn.Module) -> State:
+    found: State = get_model_state_dict(part, options=_OR_NONE)
+    return found
 
 
 def beside(state: State, others: State) -> State:
@@ -603,7 +618,7 @@ def check_stateful(states: Mapping[str, Any]) -> None:
 
 
 def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, Any] | None) -> tuple[list[Any], State]:
-    """The parts of the model, and everything under the names that a ``CheckpointManager`` gives it."""
+    """The parts of the model, and all but what they say, under the names that a ``CheckpointManager`` gives it."""
     given: Any = model
     parts = list(given) if isinstance(given, Iterable) and not isinstance(given, torch.nn.Module) else [given]
     several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
@@ -621,7 +636,7 @@ def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, An
     if type(step) is not int or step < 0:
         raise ConfigError("not a step", got=step, expected="an int >= 0", where="step")
     own = {"optimizer": optimizer_states(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
-    return parts, beside(beside(model_states(parts), own), others)
+    return parts, beside(own, others)
 
 
 def save_training(
@@ -636,8 +651,9 @@ def save_training(
 ) -> None:
     """Save model, optimizers, step and other states in one checkpoint of torch's format, which appears at one instant.
 
-    Call it on every rank; sharded parameters (FSDP2, DTensor) are saved by their shards, and may be loaded on another
-    number of ranks. Names are those of a ``CheckpointManager``, so that one finds it as ``step-N``.
+    Call it on every rank. Sharded parameters (FSDP2, DTensor) are saved by their shards, rows of a store, also those of
+    key-value tables, by the ranks that have them. Another number of ranks may load both, of rows each those of its
+    buckets. Names are those of a ``CheckpointManager``, so that one finds it as ``step-N``.
 
     Args:
         path: folder of the checkpoint; one that is there is replaced whole.
@@ -654,12 +670,14 @@ def save_training(
             PlanError where ranks have different tensors under one name, or parts of other shapes than they say.
     """
 
-    def begun() -> tuple[State, HuggingFaceSavePlanner, NativeStorageWriter]:
+    def begun() -> tuple[list[Any], State, NativeStorageWriter]:
         check_flags(durable=durable)
-        state = told_by(_training(model, optimizers, step, states)[1])
-        return state, HuggingFaceSavePlanner(), NativeStorageWriter(path, durable=durable)
+        return *_training(model, optimizers, step, states), NativeStorageWriter(path, durable=durable)
 
-    state, planner, writer = together(begun, several_ranks(process_group))
+    group, planner = several_ranks(process_group), HuggingFaceSavePlanner()
+    parts, own, writer = together(begun, group)
+    # Apart: ranks whose rows are dealt exchange some, and would wait for one that was refused.
+    state = together(lambda: told_by(beside(model_states(parts), own)), group)
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=process_group)
     except BaseException:
@@ -694,11 +712,17 @@ def load_training(
             )
         return _training(model, optimizers, 0, states)
 
-    def ended(parts: list[torch.nn.Module], state: State) -> None:
+    # Apart, as in a save.
+    parts, own = together(begun, several_ranks(process_group))
+
+    def said() -> tuple[None, State]:
+        return None, beside(model_states(parts), own)
+
+    def ended(_: None, state: State) -> None:
         for part in parts:
             set_model(part, state)
 
-    return int(load_native(path, begun, ended, process_group)["train_state"]["step"])
+    return int(load_native(path, said, ended, process_group)["train_state"]["step"])
 
 
 def load_native(
@@ -718,11 +742,11 @@ def load_native(
         state.update(found)
         told = told_by(state, reader.names())
         told.update({name: as_saved(told[name], name, reader.names()) for name in _objects(state)})
-        told = with_memory(told, reader.read_metadata(), rank_count_of(group))
+        told = with_memory(told, reader, rank_count_of(group))
         return first, told, keys_as_text(told, ""), FillingPlanner()
 
     def taken() -> State:
-        loaded: State = with_own_keys(told, asked)
+        loaded = without_parts(with_own_keys(told, asked))
         # The model first: a state may belong to its parameters, as master weights do, and would be undone by it.
         ended(first, loaded)
         return loaded
@@ -747,12 +771,14 @@ def load_native(
 
 
 def set_model(model: torch.nn.Module, state: State) -> None:
-    """Give a model its part of a state, whose names are those of ``get_model_state_dict``.
+    """Give a model its part of a state, whose names are those of ``get_model_state_dict`` and of ``stored_rows``.
 
     Torch gives parameters and buffers alone the names that a wrapper has for them (DDP, ``torch.compile``): what else a
     module saves, as tables that are cut and rows of a store do, was said to be missing.
     """
-    given = {name: state[name] for name in model_states([model])}
+    # First: a store that refuses its rows leaves the parameters as they were.
+    set_stored_rows(model, state)
+    given = {name: state[name] for name in _own_states(model)}
     if not given:
         return
     renaming = (torch.nn.parallel.DistributedDataParallel, torch._dynamo.eval_frame.OptimizedModule)

@@ -12,13 +12,13 @@ import math
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import _get_fqns
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from twinproof.checkpoint.catalog import SHARDING_KEY, Box, Part, Progress, check_key, check_tiling
@@ -50,7 +52,7 @@ from twinproof.checkpoint.format import (
     lay_out,
     local_path,
 )
-from twinproof.checkpoint.planners import check_agreed, check_planned
+from twinproof.checkpoint.planners import FillingPlanner, PartOfRows, check_agreed, check_planned
 from twinproof.checkpoint.publish import StagedFolder, from_first, gather_first
 from twinproof.errors import (
     ConfigError,
@@ -86,8 +88,12 @@ __all__ = [
     "exported_dtype",
     "held_by_several",
     "parse_size",
+    "set_stored_rows",
     "staged",
+    "stored_rows",
     "told_by_ranks",
+    "with_memory",
+    "without_parts",
 ]
 
 logger = logging.getLogger("twinproof.checkpoint")
@@ -95,23 +101,57 @@ logger = logging.getLogger("twinproof.checkpoint")
 
 @runtime_checkable
 class Unfilled(Protocol):
-    """A tensor without memory that a load could fill, whose owner takes what was loaded by its ``load_state_dict``."""
+    """A tensor without memory that a load could fill, whose owner takes what was loaded by its ``load_state_dict``.
+
+    One that several ranks can load has two attributes more: ``dealt``, a ``Dealing`` that all entries of its table
+    share, and ``entry``, what it is of the table.
+    """
 
     def memory_for(self, sizes: torch.Size) -> torch.Tensor:
         """Memory for what a checkpoint has under its name, of these sizes."""
         ...
 
 
-def with_memory(targets: Mapping[str, Any], metadata: Metadata, rank_count: int, path: str = "") -> dict[str, Any]:
-    """The same targets, also nested ones; those without memory, as a row store's, as memory of what was saved.
+class Dealing(Protocol):
+    """How the rows of a table are dealt to ranks: by buckets, in whose order they are saved.
 
-    Raises:
-        UnsupportedError: several ranks, of which each would get the rows of all.
+    Of a table "bucket" has the counts, int64 [buckets, 1], "weight_id" the ids, int64 [N, 1], and "step" is one value
+    for all ranks; all else are rows, [N, ...].
     """
 
-    def filled(name: str, value: Any) -> Any:
+    begin: int
+    end: int
+
+    @property
+    def has_all(self) -> bool:
+        """Whether this rank has the rows of all buckets."""
+        ...
+
+    def check_count(self, count: int, where: str) -> None:
+        """Demand as many buckets as were saved. Raises ConfigError."""
+        ...
+
+    def rows(self, counts: torch.Tensor, row_count: int, where: str) -> tuple[int, int]:
+        """The rows [begin, end) of this rank among the saved ones. Raises CorruptionError."""
+        ...
+
+    def check_ids(self, ids: torch.Tensor, counts: torch.Tensor, where: str) -> None:
+        """Demand that ids, int64 [n], are of this rank's buckets. Raises ConfigError."""
+        ...
+
+
+_Change = Callable[[str, Any], Any]
+
+
+def replaced(state: Mapping[str, Any], change: _Change, path: str = "") -> dict[str, Any]:
+    """The same state, with ``change(name, value)`` in the place of each value in its dicts and lists, however deep.
+
+    What holds nothing that changes stays the same object.
+    """
+
+    def made_of(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            inner = with_memory(value, metadata, rank_count, f"{name}.")
+            inner = replaced(value, change, f"{name}.")
             changed = {key: each for key, each in inner.items() if each is not value[key]}
             if not changed:
                 return value
@@ -121,21 +161,146 @@ def with_memory(targets: Mapping[str, Any], metadata: Metadata, rank_count: int,
             return made
         if isinstance(value, list):
             # Torch names what stands in a list by its place.
-            entries = [filled(f"{name}.{place}", each) for place, each in enumerate(value)]
+            entries = [made_of(f"{name}.{place}", each) for place, each in enumerate(value)]
             return entries if any(a is not b for a, b in zip(entries, value, strict=True)) else value
-        saved = metadata.state_dict_metadata.get(name)
-        if not isinstance(value, Unfilled) or not isinstance(saved, TensorStorageMetadata):
-            return value
-        if rank_count > 1:
-            raise UnsupportedError(
-                "rows that are dealt to ranks are loaded by their store",
-                got=f"{rank_count} ranks",
-                expected="kvstore.load, or dcp.load with KVLoadPlanner",
-                where=name,
-            )
-        return value.memory_for(saved.size)
+        return change(name, value)
 
-    return {key: filled(f"{path}{key}", value) for key, value in targets.items()}
+    return {key: made_of(f"{path}{key}", value) for key, value in state.items()}
+
+
+def with_memory(targets: Mapping[str, Any], reader: StorageReader, rank_count: int) -> dict[str, Any]:
+    """The same targets, also nested ones; those without memory, as a row store's, as memory of what was saved.
+
+    Of rows that are dealt to ranks it is that of this rank's alone, a ``PartOfRows``. Which these are is read here:
+    their counts and ids. ``without_parts`` of the filled targets is what their owners take.
+
+    Raises:
+        UnsupportedError: several ranks, and nothing says which rows are whose. ConfigError: rows that were saved by
+            other buckets. CorruptionError: counts that are not those of the rows; what a reader raises.
+    """
+    metadata, tables = reader.read_metadata(), dict[int, _SavedTable]()
+    saved: dict[str, Any] = metadata.state_dict_metadata
+
+    def is_saved(name: str, value: Any) -> bool:
+        return isinstance(value, Unfilled) and isinstance(saved.get(name), TensorStorageMetadata)
+
+    def noted(name: str, value: Any) -> Any:
+        dealt = getattr(value, "dealt", None) if is_saved(name, value) else None
+        if dealt is not None and not (rank_count == 1 and dealt.has_all):
+            tables.setdefault(id(dealt), _SavedTable(dealt)).names[value.entry] = name
+        return value
+
+    def filled(name: str, value: Any) -> Any:
+        if not is_saved(name, value):
+            return value
+        sizes, table = saved[name].size, tables.get(id(getattr(value, "dealt", None)))
+        if table is None and rank_count > 1:
+            raise _undealt(name, rank_count)
+        if table is None or value.entry == "step":
+            return value.memory_for(sizes)
+        begin, end = table.place_of(value.entry)
+        return PartOfRows.make(sizes[0], value.memory_for(torch.Size((end - begin, *sizes[1:]))), begin)
+
+    replaced(targets, noted)
+    for table in tables.values():
+        table.find(reader, metadata, rank_count)
+    return replaced(targets, filled)
+
+
+def without_parts(targets: Mapping[str, Any]) -> dict[str, Any]:
+    """The same targets; what is memory of some rows of a saved tensor as these rows alone."""
+    return replaced(targets, lambda _, value: value.to_local() if isinstance(value, PartOfRows) else value)
+
+
+class _SavedTable:
+    """A table that is dealt to ranks: the names of its entries, and the rows of this rank among those of all."""
+
+    def __init__(self, dealt: Dealing) -> None:
+        self.dealt, self.names = dealt, dict[str, str]()
+        self.rows = (0, 0)
+
+    def place_of(self, entry: str) -> tuple[int, int]:
+        return (self.dealt.begin, self.dealt.end) if entry == "bucket" else self.rows
+
+    def find(self, reader: StorageReader, metadata: Metadata, rank_count: int) -> None:
+        """Find this rank's rows by the counts that were saved, and look at their ids; see ``with_memory``."""
+        saved: dict[str, Any] = metadata.state_dict_metadata
+        sizes = {name: saved[name].size for name in self.names.values()}
+        if not {"bucket", "weight_id"} <= self.names.keys():
+            raise _undealt(min(self.names.values()), rank_count)
+        name, id_name = self.names["bucket"], self.names["weight_id"]
+        self.dealt.check_count(sizes[name].numel(), name)
+        saved_counts = torch.empty(sizes[name], dtype=torch.int64, device="cpu")
+        _read({name: saved_counts}, reader, metadata)
+        counts = saved_counts.reshape(-1)
+        for entry, each in self.names.items():
+            if entry not in ("bucket", "step"):
+                self.rows = self.dealt.rows(counts, sizes[each][0], each)
+        begin, end = self.rows
+        ids = torch.empty((end - begin, *sizes[id_name][1:]), dtype=torch.int64, device="cpu")
+        _read({id_name: PartOfRows.make(sizes[id_name][0], ids, begin)}, reader, metadata)
+        self.dealt.check_ids(ids.reshape(-1), counts, id_name)
+
+
+def _undealt(name: str, rank_count: int) -> UnsupportedError:
+    return UnsupportedError(
+        "rows that are dealt to ranks, and nothing says which are whose",
+        got=f"{rank_count} ranks",
+        expected="buckets= of the module or of state_dict(), with counts and ids in the checkpoint; kvstore.load, or "
+        "dcp.load with KVLoadPlanner",
+        where=name,
+    )
+
+
+def _read(targets: dict[str, Any], reader: StorageReader, metadata: Metadata) -> None:
+    """Fill targets on this rank alone, ahead of a load of all ranks. Raises what the reader does."""
+    planner = FillingPlanner()
+    planner.set_up_planner(targets, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan([plan])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+# Rows that a module's own state dict does not have: each rank of a plan has others, and gathers their counts.
+
+
+class HoldsRows(Protocol):
+    """A module with such rows, as a sharded collection with key-value tables. Every rank makes these calls."""
+
+    def key_value_state_dict(self) -> dict[str, Any]:
+        """This rank's rows as tensors that know where they stand among those of all; none where there are none."""
+        ...
+
+    def load_key_value_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's rows, by the same names; others may stand beside them."""
+        ...
+
+
+def _holders(part: torch.nn.Module) -> Iterator[tuple[str, HoldsRows]]:
+    """Each of a model's, and what stands in front of its names in ``get_model_state_dict``: wrappers have no names."""
+    verb = "key_value_state_dict"
+    for path, module in part.named_modules():
+        # Asked of the class: some wrappers have every attribute of what they wrap.
+        if all(callable(getattr(type(module), each, None)) for each in (verb, f"load_{verb}")):
+            (name,) = _get_fqns(part, f"{path}.{verb}" if path else verb)
+            yield name.removesuffix(verb), cast("HoldsRows", module)
+
+
+def stored_rows(part: torch.nn.Module) -> dict[str, Any]:
+    """The rows that modules of a model hold beside its state dict, of this moment."""
+    return {
+        f"{prefix}{name}": rows
+        for prefix, module in _holders(part)
+        for name, rows in module.key_value_state_dict().items()
+    }
+
+
+def set_stored_rows(part: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Give modules of a model the rows that ``stored_rows`` has of them; what else a state has is passed over."""
+    for prefix, module in _holders(part):
+        own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        module.load_key_value_state_dict(own)
 
 
 # What an asynchronous save reads while training goes on. Torch's own stager copies the storages of tensors whose

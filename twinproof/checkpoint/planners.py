@@ -42,6 +42,7 @@ from twinproof.errors import (
     CorruptionError,
     MissingKeyError,
     PlanError,
+    UnsupportedError,
     check_flags,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "FillingPlanner",
     "HuggingFaceLoadPlanner",
     "HuggingFaceSavePlanner",
+    "PartOfRows",
     "check_agreed",
     "check_blocks",
     "check_covered",
@@ -359,6 +361,52 @@ class FillingPlanner(DefaultLoadPlanner):
         """The local memory that a read item fills."""
         part = self._shards.part(index.fqn, self.state_dict[index.fqn], index.offset)
         return super().lookup_tensor(index) if part is None else part
+
+
+class PartOfRows(torch.Tensor):
+    """Memory for rows [first, first + n) of a saved tensor: a target of a load, of which no other row is read.
+
+    Its shape is that of the saved tensor, [N, ...]; ``to_local()`` is the memory itself, [n, ...]. Other operations of
+    torch's are refused, for they would need the whole.
+    """
+
+    _rows: torch.Tensor
+    _first: int
+
+    @staticmethod
+    def make(row_count: int, rows: torch.Tensor, first: int) -> PartOfRows:
+        """These rows, [n, ...], as those from ``first`` on of ``row_count``."""
+        shape = (row_count, *rows.shape[1:])
+        made: Any = torch.Tensor._make_wrapper_subclass(PartOfRows, shape, dtype=rows.dtype, device=rows.device)
+        made._rows, made._first = rows, first
+        result: PartOfRows = made
+        return result
+
+    def to_local(self) -> torch.Tensor:
+        """The memory, itself and not a copy."""
+        return self._rows
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PartOfRows(shape={tuple(self.shape)}, {self._rows.shape[0]} rows from {self._first})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise UnsupportedError(
+            "some of the rows, not all", got=str(func), expected="an operation on to_local()", where="PartOfRows"
+        )
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self._rows.shape[0]:
+            return []
+        zeros = (0,) * (self.dim() - 1)
+        return [ChunkStorageMetadata(torch.Size((self._first, *zeros)), torch.Size(self._rows.shape))]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._rows
 
 
 def check_parts(targets: Mapping[str, Any]) -> None:

@@ -251,6 +251,7 @@ class KVEmbeddingBag(_StoreRows):
         buckets, process_group: how rows are dealt to ranks, see ``KVStore.state_dict``, which ``state_dict()`` of the
             module is, for this table: ``weight``, ``weight_id``, ``step`` and so on, behind the module's name. Every
             rank of the group calls it. ``load_state_dict`` leaves the table with the rows of the state dict alone.
+            With ``buckets`` each of any number of ranks loads its own of a checkpoint of training; without, one rank.
 
     The optimizer is the row's, and none that a ``GradScaler`` knows: the scaler neither unscales these gradients nor
     skips these steps, so that rows take scaled gradients, and infinite ones. Take the scale out in a hook of the

@@ -42,15 +42,25 @@ from twinproof.kvstore.rows import (
     Snapshot,
     TrackedSource,
     assemble_rows,
+    check_buckets,
     check_convertible,
     chosen_buckets,
     convert_rows,
     rank_buckets,
     tables_of,
 )
-from twinproof.kvstore.views import KVTensor, LazyRows, check_keys, dense_rows
+from twinproof.kvstore.views import Dealt, KVTensor, LazyRows, check_keys, dense_rows
 
-__all__ = ["KVLoadPlanner", "check_agreed", "gathered", "load_state_dict", "place_rows", "rank_and_world", "state_dict"]
+__all__ = [
+    "KVLoadPlanner",
+    "check_agreed",
+    "check_rows_of_rank",
+    "gathered",
+    "load_state_dict",
+    "place_rows",
+    "rank_and_world",
+    "state_dict",
+]
 
 
 LOAD_CHUNK_ROWS = regime(65536, 2)
@@ -151,7 +161,7 @@ def state_dict(
         raise
     by_rank = [counts for _, counts in told]
     total_count = chosen_buckets(buckets).total_count
-    begin, _ = rank_buckets(total_count, world_size, rank)
+    begin, end = rank_buckets(total_count, world_size, rank)
     (source,) = moment
     result: dict[str, Any] = {}
     for table, (ids, bucket_counts) in sorted_ids.items():
@@ -170,11 +180,15 @@ def state_dict(
         place_rows(list(rows.values()), [counts[table][0] for counts in by_rank], rank)
         rows["bucket"] = dense_rows(bucket_counts)
         rows["bucket"].place(total_count, begin)
-        result |= {f"{table}.{name}": value for name, value in rows.items()}
         if source.layout(table).optimizer != "none":
             # A rank whose rows nobody asked for has taken no step.
             step = torch.tensor([[max(counts[table][1] for counts in by_rank)]], device="cpu")
-            result[f"{table}.step"] = dense_rows(step, sink=None if snapshot else _step_sink(store, table))
+            rows["step"] = dense_rows(step, sink=None if snapshot else _step_sink(store, table))
+        # One for all entries of the table. Where nobody named buckets, nothing says whose rows are whose.
+        dealt = None if buckets is None else Dealt(buckets, begin, end)
+        for name, lazy in rows.items():
+            lazy.dealt, lazy.entry = dealt, name
+        result |= {f"{table}.{name}": value for name, value in rows.items()}
     return result
 
 
@@ -321,6 +335,32 @@ def _flat(ids: Any, table: str, field: str = "weight_id") -> torch.Tensor:
 def _part(value: torch.Tensor, start: int, length: int) -> torch.Tensor:
     # A negative view has the bytes of what it is the negative of.
     return value.narrow(0, start, length).contiguous().resolve_neg()
+
+
+def check_rows_of_rank(
+    state: Mapping[str, Any], table: str, buckets: Buckets | None, process_group: Any = None
+) -> None:
+    """Demand that the rows of a table in a state dict are those of this rank's buckets, and all of one process.
+
+    Rows that are absent are left to ``load_state_dict``. Raises ConfigError.
+    """
+    rank, world_size = rank_and_world(process_group)
+    ids, counts = state.get(f"{table}.weight_id"), state.get(f"{table}.bucket")
+    if ids is None:
+        return
+    total_count = chosen_buckets(buckets).total_count
+    begin, end = rank_buckets(total_count, world_size, rank)
+    flat = _flat(ids, table)
+    # One process may be given the counts of more or fewer buckets that others had.
+    is_part = world_size == 1 and getattr(ids, "global_row_count", flat.numel()) != flat.numel()
+    if is_part or (world_size > 1 and counts is not None and counts.shape[0] != end - begin):
+        raise ConfigError(
+            "rows of one rank of others",
+            got=f"{flat.numel()} rows",
+            expected=f"those of {end - begin} buckets of {total_count}, by load_training or a manager, or kvstore.load",
+            where=f"{table}.weight_id",
+        )
+    check_buckets(flat, chosen_buckets(buckets), begin, end)
 
 
 def _check(store: RowStore, incoming: _Incoming, table: str) -> None:

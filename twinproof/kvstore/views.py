@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -39,9 +40,9 @@ from twinproof.kvstore.options import (
     from_bytes,
     unpack_header,
 )
-from twinproof.kvstore.rows import SOURCES, RowSource, RowStore, check_row_range, table_of
+from twinproof.kvstore.rows import SOURCES, Buckets, RowSource, RowStore, bucket_number, check_row_range, table_of
 
-__all__ = ["CHUNK_BYTES", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
+__all__ = ["CHUNK_BYTES", "Dealt", "HeldRows", "KVTensor", "LazyRows", "dense_rows", "view_slice"]
 
 
 CHUNK_BYTES = regime(16 << 20, 96)
@@ -53,6 +54,58 @@ _COPIES = (_ATEN.clone.default, _ATEN._to_copy.default)
 _INTO_PLAIN = (_ATEN.copy_.default, _ATEN._foreach_copy_.default)
 # What these give is not the rows, and torch's stagers take it for them.
 _UNFILLED = (_ATEN.new_empty.default, _ATEN.new_empty_strided.default, _ATEN.empty_like.default)
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """How one table of a state dict is dealt to ranks: this one has the rows of buckets [begin, end).
+
+    Saved rows stand in the order of their buckets, and the counts of all buckets beside them, so that each of any
+    number of ranks finds its own.
+    """
+
+    buckets: Buckets
+    begin: int
+    end: int
+
+    @property
+    def has_all(self) -> bool:
+        """Whether these are all buckets."""
+        return (self.begin, self.end) == (0, self.buckets.total_count)
+
+    def check_count(self, count: int, where: str) -> None:
+        """Demand as many buckets as were saved. Raises ConfigError."""
+        if count != self.buckets.total_count:
+            raise ConfigError(
+                "rows are dealt to ranks by another number of buckets than they were saved by",
+                got=f"{self.buckets.total_count} buckets",
+                expected=f"{count} buckets; kvstore.save and kvstore.load, or one rank, may change it",
+                where=where,
+            )
+
+    def rows(self, counts: torch.Tensor, row_count: int, where: str) -> tuple[int, int]:
+        """The rows [begin, end) of this rank among those of all, by saved counts, int64 [buckets].
+
+        Raises CorruptionError where these are no counts of so many rows.
+        """
+        ends = counts.cumsum(0)
+        total = int(ends[-1])
+        if bool((counts < 0).any()) or total != row_count:
+            raise CorruptionError("not the rows of these buckets", got=row_count, expected=total, where=where)
+        begin, end = (0 if bucket == 0 else int(ends[bucket - 1]) for bucket in (self.begin, self.end))
+        return begin, end
+
+    def check_ids(self, ids: torch.Tensor, counts: torch.Tensor, where: str) -> None:
+        """Demand that saved ids, int64 [n], are those of this rank's buckets. Raises ConfigError."""
+        mine = torch.arange(self.begin, self.end).repeat_interleave(counts[self.begin : self.end])
+        wrong = ids[bucket_number(ids, self.buckets) != mine]
+        if wrong.numel():
+            raise ConfigError(
+                "rows were saved by other buckets than they are dealt by",
+                got=f"ids {wrong[:10].tolist()} in buckets of others",
+                expected=f"the buckets of the save, here {self.buckets}",
+                where=where,
+            )
 
 
 class LazyRows(torch.Tensor):
@@ -68,11 +121,15 @@ class LazyRows(torch.Tensor):
         global_row_count: rows of the global tensor, over all ranks.
         row_offset: where this rank's rows begin in it.
         chunk_rows: rows of a chunk handed to torch's checkpoint, at most.
+        dealt: how its table is dealt to ranks; None where nobody said, or of rows that are in no state dict.
+        entry: what it is of its table, as "weight" or "bucket".
     """
 
     global_row_count: int
     row_offset: int
     chunk_rows: int
+    dealt: Dealt | None = None
+    entry: str = ""
 
     @classmethod
     def _make(cls, shape: tuple[int, ...], dtype: torch.dtype, chunk_rows: int | None) -> Any:

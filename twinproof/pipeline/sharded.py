@@ -28,7 +28,7 @@ from twinproof.errors import (
     check_kind,
 )
 from twinproof.kvstore.rows import Buckets
-from twinproof.kvstore.statedict import rank_and_world
+from twinproof.kvstore.statedict import check_rows_of_rank, rank_and_world
 from twinproof.pipeline.batches import KeyedJaggedTensor, KeyedTensor, place_of, select
 from twinproof.pipeline.config import (
     FusedOptimizer,
@@ -352,7 +352,7 @@ class TableParts:
         """Name -> this rank's part of each optimizer state, and the step as int64 [1].
 
         ``embedding_bags.{table}.momentum1`` is [E, D], or [E, column blocks] where the optimizer keeps one value for a
-        row. Together with ``state_dict()`` this is what a checkpoint needs, but for key-value tables.
+        row. Together with ``state_dict()`` this is what a checkpoint needs, but for key-value tables' rows.
         """
         step = torch.tensor([self._optimizer.step_count], device="cpu")
         return {**self.views(states=True), STEP: step}
@@ -417,6 +417,23 @@ class TableParts:
                 )
                 result |= {f"embedding_bags.{name}": value for name, value in found.items()}
         return result
+
+    def load_key_value_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's rows; each key-value table is left with these alone. Other names are passed over.
+
+        Raises:
+            ConfigError: rows that are not this rank's by the plan. What a store raises, see
+                ``KVStore.load_state_dict``, as MissingKeyError for absent rows: its tables are then as they were.
+        """
+        start = "embedding_bags."
+        rows = {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
+        stores = dict[int, tuple[Any, list[str]]]()
+        for table, sharding in zip(self._layout.tables, self._layout.shardings, strict=True):
+            if sharding.rule.is_stored:
+                check_rows_of_rank(rows, table.name, sharding.buckets, self._layout.process_group)
+                stores.setdefault(id(sharding.store), (sharding.store, []))[1].append(table.name)
+        for store, names in stores.values():
+            store.load_state_dict(rows, tables=tuple(names), clear=True)
 
     def load(self, state: Mapping[str, Any], prefix: str) -> tuple[list[str], list[str]]:
         """Take the parts of tables from a state dict; returns the names that were taken, and those that are missing.
@@ -932,7 +949,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Name -> this rank's part of each optimizer state, and the step as int64 [1].
 
         ``embedding_bags.{table}.momentum1`` is [E, D], or [E, column blocks] where the optimizer keeps one value for a
-        row. Together with ``state_dict()`` this is what a checkpoint needs, but for key-value tables.
+        row. Together with ``state_dict()`` this is what a checkpoint needs, but for key-value tables' rows.
         """
         return self._parts.optimizer_state_dict()
 
@@ -948,6 +965,15 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def key_value_state_dict(self, *, snapshot: bool = True, chunk_rows: int | None = None) -> dict[str, Any]:
         """The key-value tables' rows, as ``KVStore.state_dict`` gives them; every rank calls this."""
         return self._parts.key_value_state_dict(snapshot=snapshot, chunk_rows=chunk_rows)
+
+    def load_key_value_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's rows; each key-value table is left with these alone. Other names are passed over.
+
+        Raises:
+            ConfigError: rows that are not this rank's by the plan. What a store raises, see
+                ``KVStore.load_state_dict``, as MissingKeyError for absent rows: its tables are then as they were.
+        """
+        self._parts.load_key_value_state_dict(state)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

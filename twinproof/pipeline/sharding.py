@@ -350,6 +350,9 @@ def key_value(store: Any, buckets: Buckets) -> TableSharding:
     A backward's step of the rows is the collection's, but never below the one after ``store.step_count(table)``, so
     that rows which were loaded with their step go on from it, as rows that a ``KVEmbedding`` has trained meanwhile.
     Each rank asks its own store: who sets or trains a table beside the collection does it alike on every rank.
+
+    ``save_training`` and ``CheckpointManager`` save the rows with the model, and any number of ranks that has the same
+    buckets loads them, each its own. No ``state_dict()`` has them, but ``key_value_state_dict()`` of the collection.
     """
     return TableSharding("key_value", (), buckets, store)
 

@@ -158,8 +158,8 @@ adapted_alone = patched(
     "A rank whose adapter fails raises alone, and the others go on.",
     mutated(
         "twinproof.checkpoint.manager:CheckpointManager._load_hf",
-        "together(lambda: self._set_model(self._from_hf(targets, names)), self._group)",
-        "self._set_model(self._from_hf(targets, names))",
+        "together(lambda: self._set_model(self._from_hf(without_parts(targets), names)), self._group)",
+        "self._set_model(self._from_hf(without_parts(targets), names))",
     ),
     kills="CKPT-842",
 )

@@ -41,8 +41,8 @@ memory_for_anything = patched(
     "A target without memory gets memory of whatever was saved.",
     mutated(
         "twinproof.checkpoint.plan:with_memory",
-        "not isinstance(value, Unfilled) or not isinstance(saved, TensorStorageMetadata)",
-        "not isinstance(value, Unfilled)",
+        "isinstance(value, Unfilled) and isinstance(saved.get(name), TensorStorageMetadata)",
+        "isinstance(value, Unfilled)",
     ),
     kills="CKPT-792",
 )

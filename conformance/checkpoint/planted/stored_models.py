@@ -5,41 +5,42 @@ from __future__ import annotations
 from conformance.harness import mutated, patched
 
 _WITH_MEMORY = "twinproof.checkpoint.plan:with_memory"
+_REPLACED = "twinproof.checkpoint.plan:replaced"
 
 rows_refused = patched(
     "Rows of a store are saved, and refused by a load.",
-    mutated(_WITH_MEMORY, "return value.memory_for(saved.size)", "return value"),
+    mutated(_WITH_MEMORY, "return value.memory_for(sizes)", "return value"),
     kills="CKPT-698",
 )
 rows_that_are_there_alone = patched(
     "A load reads as many rows as the store has.",
-    mutated(_WITH_MEMORY, "value.memory_for(saved.size)", "value.memory_for(value.shape)"),
+    mutated(_WITH_MEMORY, "value.memory_for(sizes)", "value.memory_for(value.shape)"),
     kills="CKPT-698",
 )
 rows_of_all_ranks = patched(
     "Each rank gets the rows of all.",
-    mutated(_WITH_MEMORY, "rank_count > 1", "False"),
+    mutated(_WITH_MEMORY, "if table is None and rank_count > 1", "if False"),
     kills="CKPT-699",
 )
 state_dicts_without_metadata = patched(
     "Of a nested state dict the entries alone are handed on.",
     mutated(
-        _WITH_MEMORY, "if not changed:\n                return value", "if not changed:\n                return inner"
+        _REPLACED, "if not changed:\n                return value", "if not changed:\n                return inner"
     ),
     kills="CKPT-703",
 )
 path_begins_anew = patched(
     "The path of what is nested two levels deep lacks, or repeats, what it begins with.",
-    mutated(_WITH_MEMORY, 'rank_count, f"{name}.")', 'rank_count, f"{path}{name}.")'),
+    mutated(_REPLACED, 'change, f"{name}.")', 'change, f"{path}{name}.")'),
     kills="CKPT-739",
 )
 lists_left_out = patched(
     "Rows of a store that stand in a list get no memory.",
-    mutated(_WITH_MEMORY, "isinstance(value, list)", "False"),
+    mutated(_REPLACED, "isinstance(value, list)", "False"),
     kills="CKPT-739",
 )
 places_count_from_one = patched(
     "What stands in a list is looked for one place behind its own.",
-    mutated(_WITH_MEMORY, "in enumerate(value)", "in enumerate(value, start=1)"),
+    mutated(_REPLACED, "in enumerate(value)", "in enumerate(value, start=1)"),
     kills="CKPT-739",
 )

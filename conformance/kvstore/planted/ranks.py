@@ -71,3 +71,35 @@ rows_of_a_rank_for_all = patched(
     mutated(f"{_MODULE}._check_all_rows", "count is not None", "False"),
     kills="KV-458",
 )
+
+_PLAN, _DEALT = "twinproof.checkpoint.plan", "twinproof.kvstore.views:Dealt"
+rows_of_the_first_rank = patched(
+    "Each rank gets rows from the first on, as many as are in its buckets.",
+    mutated(f"{_PLAN}:with_memory", "*sizes[1:]))), begin)", "*sizes[1:]))), 0)"),
+    kills="KV-494",
+)
+parts_handed_on = patched(
+    "The owner of rows is given what the planner had in their place.",
+    mutated(f"{_PLAN}:without_parts", "isinstance(value, PartOfRows)", "False"),
+    kills="KV-494",
+)
+buckets_of_one_rank_counted = patched(
+    "The first bucket of a rank counts as that of the rank before.",
+    mutated(f"{_DEALT}.rows", "ends[bucket - 1]", "ends[max(0, bucket - 2)]"),
+    kills="KV-494",
+)
+any_count_of_buckets = patched(
+    "Rows are dealt by the first of as many buckets as there are.",
+    mutated(f"{_DEALT}.check_count", "count != self.buckets.total_count", "False"),
+    kills="KV-495",
+)
+any_hash = patched(
+    "Rows that were saved by another hash go to ranks that do not look them up.",
+    mutated(f"{_DEALT}.check_ids", "if wrong.numel():", "if False:"),
+    kills="KV-495",
+)
+any_row_count = patched(
+    "Counts of more rows than there are deal out what there is.",
+    mutated(f"{_DEALT}.rows", " or total != row_count", ""),
+    kills="KV-495",
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conformance.harness import mutated, patched, swap
 
+_PLAN, _PARTS = "twinproof.checkpoint.plan", "twinproof.pipeline.sharded:TableParts"
 _STORED = "self.store.step_count(self.table) + 1"
 
 steps_of_the_collection = patched(
@@ -78,4 +79,46 @@ decay_passed_over = patched(
     "What the fused formulas do without is not looked for in the group.",
     mutated("twinproof.pipeline.config:InBackwardOptimizer._hyper", "if group.get(name):", "if False:"),
     kills="PIPE-695",
+)
+rows_left_out = patched(
+    "What is saved of a model has no row of a key-value table.",
+    mutated(
+        "twinproof.checkpoint.native:model_states", "(_own_states(part), stored_rows(part))", "(_own_states(part),)"
+    ),
+    kills="PIPE-796",
+)
+rows_kept_back = patched(
+    "Rows of a checkpoint are not given to the collection.",
+    mutated("twinproof.checkpoint.native:set_model", "set_stored_rows(model, state)", "pass"),
+    kills="PIPE-796",
+)
+rows_beside_others = patched(
+    "Rows of a checkpoint come beside those that are there.",
+    mutated(f"{_PARTS}.load_key_value_state_dict", ", clear=True", ""),
+    kills="PIPE-796",
+)
+wrappers_named = patched(
+    "Rows have the names of wrappers in their own.",
+    mutated(f"{_PLAN}:_holders", "(name,) = _get_fqns(part, ", "(name,) = (lambda _, name: (name,))(part, "),
+    kills="PIPE-797",
+)
+names_without_their_module = patched(
+    "Rows of all modules are named alike.",
+    mutated(f"{_PLAN}:stored_rows", 'f"{prefix}{name}"', "name"),
+    kills="PIPE-797",
+)
+rows_of_one_rank_for_all = patched(
+    "One process takes the rows of one rank of several for all.",
+    mutated("twinproof.kvstore.statedict:check_rows_of_rank", "world_size == 1 and ", "False and "),
+    kills="PIPE-798",
+)
+rows_by_other_counts = patched(
+    "Rows of other buckets in number are taken.",
+    mutated("twinproof.kvstore.statedict:check_rows_of_rank", "counts.shape[0] != end - begin", "False"),
+    kills="PIPE-798",
+)
+rows_of_any_bucket = patched(
+    "Rows of buckets of another rank are taken.",
+    mutated("twinproof.kvstore.statedict:check_rows_of_rank", "begin, end)\n", "0, total_count)\n"),
+    kills="PIPE-798",
 )
