@@ -5,26 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
 from conformance.checkpoint.cases import mesh_of
 from conformance.checkpoint.trainer import alone
 from conformance.harness import Rank, assert_equal, assert_same_tensors, raises, requirement, succeeds
-from twinproof.errors import PlanError
-
-
-class _Masters:
-    """Master weights in their order, as a trainer keeps them among its states."""
-
-    def __init__(self, masters: Any) -> None:
-        self.masters = masters
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"masters": [master.detach() for master in self.masters.parameters()]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.masters.load(state_dict["masters"])
+from twinproof.errors import ConfigError, PlanError
 
 
 class _Run:
@@ -46,7 +34,7 @@ class _Run:
 
     def manager(self, checkpoint: Any, folder: Path, **states: Any) -> Any:
         """A manager of all of it."""
-        states = {"adam": self.optimizer, "masters": _Masters(self.masters), **states}
+        states = {"adam": self.optimizer, "masters": self.masters, **states}
         return checkpoint.CheckpointManager(folder, model=self.model, states=states, interval=1, durable=False)
 
     def step(self, *numbers: int) -> None:
@@ -179,3 +167,96 @@ def test_tensors_beside_states(checkpoint: Any, tmp_path: Path) -> None:
     assert_same_tensors({"swept": swept[0]}, {"swept": swept[1]}, where="a tensor of its group")
     momenta = [each.state_dict()["state"][0] for each in (fresh, optimizer)]
     assert_same_tensors(momenta[0], momenta[1], where="states of a parameter")
+
+
+class _Own(torch.optim.SGD):
+    """One that says its states itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict()
+
+
+@requirement(
+    "CKPT-980",
+    "A CheckpointManager MUST refuse an optimizer of parameters that are none of its model's, as of master weights, "
+    "where it is made, before any save; one of a group that is added later, where it is saved. An optimizer that says "
+    "its states itself MUST NOT be refused before a save.",
+)
+def test_optimizers_of_no_model(checkpoint: Any, offload: Any, tmp_path: Path) -> None:
+    parts = [torch.nn.ModuleDict({name: torch.nn.Linear(2, 1, dtype=torch.bfloat16)}) for name in "ab"]
+    masters = [offload.MasterWeights(part.parameters()) for part in parts]
+    sgd = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    adam = torch.optim.AdamW(masters[1].parameters())
+    options: dict[str, Any] = {"interval": 5, "durable": False}
+    mentions = ("none of the model's", "2 such", "AdamW", "among the states", "where: optimizers")
+    cases: dict[str, tuple[Any, Any]] = {
+        "alone": (parts[1], adam),
+        "beside another": (parts[1], [sgd[1], adam]),
+        "of the second part": (parts, [sgd[0], adam]),
+    }
+    for what, (model, optimizers) in cases.items():
+        with raises(ConfigError, mentions=mentions, where=f"masters' optimizer, {what}"):
+            checkpoint.CheckpointManager(tmp_path, model=model, optimizers=optimizers, **options)
+    with succeeds("a manager", where="an optimizer that says its states itself"):
+        own = _Own(masters[1].parameters(), lr=0.1)
+        checkpoint.CheckpointManager(tmp_path, model=parts[1], optimizers=own, **options).close()
+    manager = checkpoint.CheckpointManager(tmp_path, model=parts, optimizers=sgd, **options)
+    with alone(), manager, succeeds("a save", where="optimizers of the model"):
+        manager.save(5)
+    with alone(), checkpoint.CheckpointManager(tmp_path, model=parts, optimizers=sgd, **options) as manager:
+        sgd[1].add_param_group({"params": list(masters[1].parameters())})
+        with raises(ConfigError, mentions=mentions[:2], where="a group that was added"):
+            manager.save(10)
+
+
+@requirement(
+    "CKPT-981",
+    "Master weights MUST stand among the states of a CheckpointManager and of save_training(), which needs no other "
+    "optimizer then: a load brings them back bit for bit with the model that is rounded from them, saved at once or "
+    "by copies, attached and offloaded, also where there are none of them.",
+)
+@pytest.mark.parametrize("mode", ["disabled", "async", "save_training"])
+def test_masters_among_the_states(checkpoint: Any, offload: Any, tmp_path: Path, mode: str) -> None:
+    def made(is_offloaded: bool, seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+        masters = offload.MasterWeights(model.parameters())
+        adam = torch.optim.AdamW(masters.parameters(), lr=0.1)
+        if is_offloaded:
+            offload.OptimizerStateOffloader(adam, step_device="cpu", master_weights=masters)
+        else:
+            masters.attach(adam)
+        run = {"model": model, "states": {"adam": adam, "masters": masters, "none": offload.MasterWeights([])}}
+        step(run)
+        return run
+
+    def step(run: dict[str, Any]) -> None:
+        torch.autograd.backward(run["model"](torch.ones(2, 3, dtype=torch.bfloat16)).sum())
+        run["states"]["adam"].step()
+
+    def values(run: dict[str, Any]) -> dict[str, torch.Tensor]:
+        masters = run["states"]["masters"].parameters()
+        found = {f"master {i}": each for i, each in enumerate(masters)}
+        return {name: each.detach().clone() for name, each in (*run["model"].named_parameters(), *found.items())}
+
+    for is_offloaded in (False, True):
+        where, path = f"{mode}, offloaded: {is_offloaded}", tmp_path / f"{is_offloaded}"
+        saved, fresh = made(is_offloaded, 1), made(not is_offloaded, 2)
+        expected = values(saved)
+        one = torch.optim.SGD([saved["model"].weight])
+        for what, states in {"none": {}, "one of a parameter": {"one": one}}.items():
+            with raises(ConfigError, mentions=("one optimizer", "got: 0"), where=f"{what} among the states"):
+                checkpoint.save_training(path, saved["model"], [], 1, states=states)
+        with alone(), succeeds("a save and a load", where=where):
+            if mode == "save_training":
+                checkpoint.save_training(path, saved["model"], [], 1, states=saved["states"])
+                checkpoint.load_training(path, fresh["model"], [], states=fresh["states"])
+            else:
+                options: dict[str, Any] = {"interval": 1, "durable": False, "async_mode": mode}
+                with checkpoint.CheckpointManager(path, **saved, **options) as manager:
+                    manager.save(1)
+                with checkpoint.CheckpointManager(path, **fresh, **options) as manager:
+                    manager.load()
+        assert_same_tensors(values(fresh), expected, where=where)
+        with succeeds("a step", where=f"{where}, behind a load"):
+            step(fresh)

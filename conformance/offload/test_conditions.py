@@ -449,7 +449,7 @@ def test_written_beside_another(offload: Any) -> None:
         optimizer.step()
     writes[0] = False
     params[0].grad = torch.ones_like(params[0])
-    with raises(StaleMasterError, mentions=("refresh_masters",)):
+    with raises(StaleMasterError, mentions=("refresh()",)):
         optimizer.step()
 
 

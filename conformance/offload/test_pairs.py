@@ -287,6 +287,9 @@ def _check_made(offload: Any, case: Case) -> None:
     step_device = "cpu" if case["on_cpu"] else "device"
     options = {name: case[name] for name in ("release", "fused_update")}
     first = case["by"] == "attached already"
+    if first and masters is not None:
+        # Beside others it cannot be given them.
+        masters.attach(optimizer)
     other = offload.OptimizerStateOffloader(optimizer, engine=LateEngine()) if first else None
     given = optimizer
     if case["by"] == "wrapper":

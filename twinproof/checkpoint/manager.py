@@ -33,6 +33,7 @@ from twinproof.checkpoint.groups import begin_exchange, end_exchange, end_group,
 from twinproof.checkpoint.native import (
     CheckpointFormat,
     NativeStorageWriter,
+    OptimizerStates,
     State,
     beside,
     check_stateful,
@@ -183,7 +184,8 @@ class CheckpointManager:
             list where it has none. Rows of stores in it, and of key-value tables, are saved and loaded with it.
         optimizers: one, or one for each part that is trained; also any object with ``state_dict`` and
             ``load_state_dict``, and one optimizer that derives from torch's ``Stateful``, as torchtitan's container:
-            these name their states.
+            these name their states. One of parameters that are none of the model's, as of master weights, stands among
+            ``states``, and the masters beside it.
         states: name -> object with ``state_dict`` and ``load_state_dict``: data loader, schedulers, counters. They
             are saved in torch's format alone, which pickles what is no tensor: load it from places you trust.
         interval: steps from one save to the next.
@@ -794,6 +796,9 @@ def _named_states(parts: Sequence[torch.nn.Module], optimizers: Any, states: Map
         several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
         is_list = isinstance(several, Sequence) and all(isinstance(each, torch.optim.Optimizer) for each in several)
         result[_OPTIMIZER] = optimizer_states(parts, several) if is_list else optimizers
+        if isinstance(result[_OPTIMIZER], OptimizerStates):
+            # Now, and not with the first save.
+            result[_OPTIMIZER].check_params()
     taken = sorted(states.keys() & {_MODEL, *result})
     if taken:
         raise ConfigError("names that the manager uses itself", got=taken, expected="other names", where="states")

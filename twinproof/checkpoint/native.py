@@ -78,6 +78,7 @@ from twinproof.errors import (
     check_flags,
     check_kind,
 )
+from twinproof.optimizers import trained_params
 
 __all__ = [
     "CheckpointFormat",
@@ -340,6 +341,16 @@ class OptimizerStates(Stateful):
         )
         self._filled: list[torch.optim.Optimizer] = []
 
+    def check_params(self) -> None:
+        """Refuse parameters that are none of the model's, which no save could name, before one is made.
+
+        An optimizer with a ``state_dict`` of its own is not judged: it may leave them out. Raises ConfigError.
+        """
+        for part, mine in self.pairs:
+            plain = [each for each in mine if type(each).state_dict is torch.optim.Optimizer.state_dict]
+            if foreign := _of_no_model(part, plain):
+                raise foreign
+
     def state_dict(self) -> State:
         """The states that there are."""
         return merged(_flat(part, mine) for part, mine in self.pairs)
@@ -420,6 +431,15 @@ def optimizer_states(parts: Sequence[torch.nn.Module], optimizers: Sequence[torc
 _STATE, _GROUPS = "state.", "param_groups."
 
 
+def _of_no_model(part: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> ConfigError | None:
+    own = set(map(id, part.parameters()))
+    count = sum(id(param) not in own for param in _params(optimizers))
+    what = "an optimizer steps parameters that are none of the model's"
+    got = f"{count} such parameters, of {', '.join(type(each).__name__ for each in optimizers)}"
+    expected = "parameters of the model; an optimizer of others, as of master weights, among the states"
+    return ConfigError(what, got=got, expected=expected, where="optimizers") if count else None
+
+
 def _flat(part: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
     if not _params(optimizers):
         return {}
@@ -427,8 +447,7 @@ def _flat(part: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Sta
         try:
             found: State = get_optimizer_state_dict(part, optimizers, options=_FLAT)
         except KeyError as error:
-            own = set(map(id, part.parameters()))
-            foreign = sum(id(param) not in own for param in _params(optimizers))
+            foreign = _of_no_model(part, optimizers)
             if not foreign and error.args[0] in ("state", "param_groups"):
                 raise ConfigError(
                     "an optimizer whose state_dict is not as torch's",
@@ -438,12 +457,7 @@ def _flat(part: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Sta
                 ) from error
             if not foreign:
                 raise
-            raise ConfigError(
-                "an optimizer steps parameters that are none of the model's",
-                got=f"{foreign} such parameters, of {', '.join(type(each).__name__ for each in optimizers)}",
-                expected="parameters of the model; an optimizer of others, as of master weights, among the states",
-                where="optimizers",
-            ) from error
+            raise foreign from error
         except NotImplementedError as error:
             raise UnsupportedError(
                 "states of this optimizer cannot be saved by the names of parameters",
@@ -635,8 +649,16 @@ def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, An
         )
     if type(step) is not int or step < 0:
         raise ConfigError("not a step", got=step, expected="an int >= 0", where="step")
-    own = {"optimizer": optimizer_states(parts, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
+    # Without a list: of parts that no optimizer among the states trains, by their masters perhaps.
+    asked = parts if several else [part for part in parts if not _is_trained_by(part, others.values())]
+    own = {"optimizer": optimizer_states(asked, several), "train_state": {"step": torch.tensor(step, device="cpu")}}
     return parts, beside(own, others)
+
+
+def _is_trained_by(part: torch.nn.Module, states: Iterable[Any]) -> bool:
+    optimizers = [each for each in states if isinstance(each, torch.optim.Optimizer)]
+    trained = {id(param) for each in optimizers for param in trained_params(each)}
+    return all(id(param) in trained for param in part.parameters() if param.requires_grad)
 
 
 def save_training(
@@ -658,7 +680,8 @@ def save_training(
     Args:
         path: folder of the checkpoint; one that is there is replaced whole.
         model: the module, or the parts of it that this rank has; an empty list where it has none.
-        optimizers: a ``torch.optim.Optimizer``, or one for each part that is trained; an empty list for none.
+        optimizers: a ``torch.optim.Optimizer``, or one for each part that is trained; an empty list where
+            none is, or all stand among ``states``, as those of master weights do, with the masters.
             One that derives from torch's ``Stateful``, as torchtitan's container, names its states itself.
         step: steps that were trained.
         states: name -> object with ``state_dict`` and ``load_state_dict``: schedulers, data loaders.

@@ -29,6 +29,7 @@ from twinproof.offload.states import (
     beside,
     bindings,
     check_plain,
+    check_rounded,
     check_separate,
     chunks_of,
     copied,
@@ -183,7 +184,7 @@ def check_devices(devices: set[torch.device], step_device: str) -> None:
         raise OffloadConflictError(
             "the parameters are on the CPU, where their state is already: nothing to offload",
             got="parameters on cpu",
-            expected="an accelerator, or an engine that stands in for one",
+            expected="an accelerator, step_device='cpu', or an engine that stands in for one",
             where="step_device='device'",
         )
     if len(devices) > 1:
@@ -536,11 +537,12 @@ class OffloadOptions:
 class OffloadStats:
     """Exact counts since attachment.
 
-    ``payload_bytes`` of the selected tensors that exist, ``host_bytes`` of host memory held for them; a step moves the
-    payload both ways, so ``h2d_bytes`` and ``d2h_bytes`` that stand still mean a lost call site. ``updates`` says, by
-    group, how the chunks of the last step were updated: ``fused``, ``torch: REASON``, or both; empty where there is no
-    other way than the optimizer's own. ``host_placement`` says how the last host memory lies, where that is known:
-    pinned or not, its NUMA node, and whether the system refused that.
+    ``payload_bytes`` of the selected tensors that exist, ``host_bytes`` of host memory held for them. A ``step_count``
+    that stands still means a lost call site. With ``step_device="device"`` a step moves the payload both ways, so that
+    ``h2d_bytes`` and ``d2h_bytes`` stand still then, too; on the CPU it counts what it copies of gradients and weights,
+    which may be nothing. ``updates`` says, by group, how the chunks of the last step were updated: ``fused``, ``torch:
+    REASON``, or both; empty where there is no other way than the optimizer's own. ``host_placement`` says how the last
+    host memory lies, where that is known: pinned or not, its NUMA node, and whether the system refused that.
     """
 
     step_count: int = 0
@@ -817,8 +819,10 @@ class MovePlan:
         self._flags = flags
 
     def _check_place(self, param: torch.Tensor) -> None:
-        """Refuse a parameter of another device, or on none. Raises ConfigError, UnsupportedError."""
+        """Refuse one of another device, and a master that nobody rounds. Raises ConfigError, UnsupportedError."""
         check_plain(param, "parameter")
+        if not self.is_master(param):
+            check_rounded(self.optimizer, param)
         if local_of(param).device != self.engine.device:
             raise ConfigError(
                 "one offloader serves one device",

@@ -101,7 +101,8 @@ class OptimizerStateOffloader:
         chunk_bytes: how much is on the device at a time during a step, by whole parameters; 0: all of it. All of it
             is there too where parameters may depend on each other (``is_separable`` is False), or with ``on_request``.
         slots: chunks that may be on the device at once.
-        master_weights: the masters that the optimizer steps; they move as its states do.
+        master_weights: the masters that the optimizer steps; they move as its states do. Masters that are attached to
+            the optimizer, and not given, stay on the device; neither attached nor given, they are refused.
         step_device: ``device``, or ``cpu``: Adam and AdamW are stepped in host memory, gradients come down and weights
             go up.
         pin_memory: host memory that copies can run to at full speed.
@@ -117,7 +118,8 @@ class OptimizerStateOffloader:
 
     Raises:
         OffloadConflictError: attached twice, a CPU-step optimizer, or CPU parameters without an engine that stands in
-            for a device. UnsupportedError: what is no optimizer, or one of sparse gradients. ConfigError: an option.
+            for a device. UnsupportedError: what is no optimizer, or one of sparse gradients. ConfigError: an option, or
+            masters that nobody rounds into the model; of a group that is added later, in the next step.
     """
 
     # The optimizer holds all of this but what holds the optimizer: who drops both gets back the memory at once.
@@ -151,9 +153,6 @@ class OptimizerStateOffloader:
             raise ConfigError("no transfers are bound", got=got, expected=expected, where="class")
         optimizer, kept_masters = unwrapped(optimizer)
         check_attachment(optimizer)
-        _check_options(optimizer, fraction, chunk_bytes, slots, step_device, release)
-        _check_fused_update(fused_update, step_device)
-        check_flags(pin_memory=pin_memory)
         if master_weights is not None:
             check_kind(master_weights, MasterWeights, "master_weights", "MasterWeights")
         if kept_masters and (master_weights is not None or step_device == "cpu"):
@@ -164,6 +163,12 @@ class OptimizerStateOffloader:
                 expected="step_device='device' without master_weights",
                 where="optimizer",
             )
+        if master_weights is not None:
+            # First: who gave masters is not to be told to give some, of parameters that are none of theirs.
+            master_weights.check_stepped_by(optimizer)
+        _check_options(optimizer, fraction, chunk_bytes, slots, step_device, release)
+        _check_fused_update(fused_update, step_device)
+        check_flags(pin_memory=pin_memory)
         chosen_release = release or ("on_request" if kept_masters else "at_offload")
         self.optimizer, self.masters = optimizer, master_weights
         self.options = OffloadOptions(
@@ -171,7 +176,6 @@ class OptimizerStateOffloader:
         )
         self._copied_out, self._is_brought = _CopiedOut(), False
         if master_weights is not None:
-            master_weights.check_stepped_by(optimizer)
             master_weights.come_home()
         self.engine = _engine_of(optimizer, step_device, engine, transfers)
         self.plan = MovePlan(
@@ -204,7 +208,7 @@ class OptimizerStateOffloader:
         if master_weights is not None:
             # Of an offloader that was closed before, or of the user: all gradients at once in float32.
             master_weights.detach()
-            master_weights.drive(master_weights.pairs, held._bring_all)
+            master_weights.drive(held)
 
     def _without_keeps(self: _Self) -> _Self:
         """This offloader, of one state with it, as the optimizer holds it: without what keeps the optimizer."""
@@ -327,7 +331,7 @@ class OptimizerStateOffloader:
 
     @_verb
     def load_masters(self, values: Iterable[torch.Tensor]) -> None:
-        """``MasterWeights.load``, once nothing is on its way. Raises ConfigError without masters, PlanError."""
+        """``MasterWeights.load``. Raises ConfigError without masters, PlanError."""
         self._own_masters().load(values)
 
     def residency(self) -> Residency:
@@ -460,11 +464,10 @@ class OptimizerStateOffloader:
             )
 
     def _own_masters(self) -> MasterWeights:
-        """The masters, once nothing is on its way to or from them."""
+        """The masters, which wait themselves for what is on its way to or from them."""
         self._check_open()
         if self.masters is None:
             raise ConfigError("there are no masters", got=None, expected="MasterWeights", where="master_weights")
-        self.settle_for_writing()
         return self.masters
 
     def _bring_all(self) -> None:

@@ -13,7 +13,7 @@ import importlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ __all__ = [
     "beside",
     "bindings",
     "check_plain",
+    "check_rounded",
     "check_separate",
     "chunks_of",
     "copied",
@@ -55,6 +56,7 @@ ALIGN_BYTES = 256
 _OWN = "the parameter"
 _NEVER = (-1, -1)  # No version that a tensor has.
 _OWN_GRAD: Any = torch.Tensor.grad
+_MASTERS = "masters"  # The name of all of them in a state dict.
 MASTER = "master"  # The name of a parameter's own place, beside those of its states.
 
 
@@ -503,6 +505,26 @@ def _for_the_model(grad: torch.Tensor, master: Any, param: torch.Tensor) -> torc
     return grad.to(param.device if is_like_master else grad.device, param.dtype)
 
 
+def check_rounded(optimizer: Optimizer, param: torch.Tensor) -> None:
+    """Refuse a master that the optimizer steps and nobody rounds into its parameter: the model would never change.
+
+    Looked for are the hooks of ``MasterWeights.attach``; where the parameter is gone there is nothing to round into.
+
+    Raises:
+        ConfigError: the steps of this optimizer give the master no gradients.
+    """
+    if not isinstance(param, _Master) or param.master_of.param is None:
+        return
+    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    if not any(isinstance(each, MasterWeights) and param in each.pairs for each in hooks):
+        raise ConfigError(
+            "the optimizer steps a master that nobody rounds into the model",
+            got=f"a master of shape {tuple(param.shape)}, without master_weights=",
+            expected="master_weights=masters, or masters.attach(optimizer) before",
+            where="master_weights",
+        )
+
+
 def own_grad(master: Any) -> torch.Tensor | None:
     """The gradient that a tensor has itself, whatever class it is of: a master has one in a step alone."""
     return _OWN_GRAD.__get__(master)  # type: ignore[no-any-return]
@@ -526,6 +548,9 @@ class MasterWeights:
     and the model gets them rounded to nearest even. Float32 parameters are their own masters. Between steps
     ``master.grad`` is the model's gradient, in its dtype, to read, to change, to replace and to clear.
 
+    Neither attached to an optimizer nor given to an offloader of it, masters have no gradients, and the model never
+    changes. An offloader refuses such ones. A plain optimizer's steps cannot be seen from here: no error tells of them.
+
     Args:
         params: floating-point parameters; DTensors keep their placement.
 
@@ -542,8 +567,8 @@ class MasterWeights:
         # How often each was written by then: hooks between may free its gradient.
         self._begun: dict[torch.Tensor, tuple[int, int]] = {}
         self._handles: list[Any] = []
-        # Who has them in host memory, and brings them to the device.
-        self._bring: Any = None
+        # The offloader that has them in host memory.
+        self._mover: Any = None
         # Those whose parameters lie in one piece of memory.
         self._kin: dict[torch.Tensor, list[torch.Tensor]] = {}
         # Written, and not noted yet: see ``noted_together``.
@@ -574,16 +599,16 @@ class MasterWeights:
     def __getstate__(self) -> dict[str, Any]:
         # Copies lie where their parameters do. Whoever moves these is told; it may be gone.
         self.come_home()
-        bring = None if self._bring is None else self._bring()
-        if bring is not None:
-            bring()
+        mover = self._mover_now()
+        if mover is not None:
+            mover._bring_all()
         # Hooks, versions and gradients on their way are those of these tensors alone.
         stale = [master for master, param in self.pairs.items() if version_of(param) != self._versions[master]]
         return {"pairs": self.pairs, "kin": self._kin, "stale": stale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pairs, self._kin, self._handles = state["pairs"], state["kin"], []
-        self._bring = None
+        self._mover = None
         self._begun, self._waiting = {}, None
         self._versions = {master: version_of(param) for master, param in self.pairs.items()}
         self._versions.update(dict.fromkeys(state["stale"], _NEVER))
@@ -591,10 +616,20 @@ class MasterWeights:
             if master is not param:
                 _bind(master, param)
 
+    def _mover_now(self) -> Any:
+        # Closed, it has none of them any more.
+        mover = None if self._mover is None else self._mover()
+        return mover if mover is not None and mover._driver.attached else None
+
+    def _settle_for_writing(self) -> None:
+        mover = self._mover_now()
+        if mover is not None:
+            mover.settle_for_writing()
+
     @torch.no_grad()
     def come_home(self) -> None:
         """Have masters on the device again whose offloader was dropped, with its optimizer, and had them elsewhere."""
-        if self._bring is None or self._bring() is not None:
+        if self._mover is None or self._mover() is not None:
             return
         for master, param in self.pairs.items():
             local, home = local_of(master), local_of(param).device
@@ -603,7 +638,7 @@ class MasterWeights:
                     # A copy to the host may be on its way: nobody has its events any more.
                     torch.cuda.synchronize(home)
                 bind_memory(master, local.detach().to(home))
-        self._bring = None
+        self._mover = None
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The masters, in the order of the parameters."""
@@ -612,6 +647,7 @@ class MasterWeights:
     def attach(self, optimizer: Optimizer) -> None:
         """Run before and after every step of a plain optimizer. An offloader does it chunk by chunk, and ends this.
 
+        Where it was given them, and is of this optimizer, nothing changes.
         Masters that a dropped offloader had in host memory come to their parameters' device.
         Several optimizers may share the masters: the step of each takes the gradients of those that it steps.
 
@@ -627,20 +663,23 @@ class MasterWeights:
                 expected="optimizer(masters.parameters())",
                 where="optimizer",
             )
+        mover = self._mover_now()
+        if mover is not None and mover.optimizer is optimizer:
+            return
         self.come_home()
-        self.drive(self._stepped_by(optimizer))
+        self.drive(mover)
         self._handles += [
             optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(lambda stepped, *_: self.end(self._stepped_by(stepped))),
         ]
 
-    def drive(self, masters: Iterable[torch.Tensor], bring: Callable[[], None] | None = None) -> None:
-        """From now on the steps of somebody give these masters their gradients.
+    def drive(self, mover: Any = None) -> None:
+        """From now on the steps of somebody give masters their gradients, those of later groups of an optimizer too.
 
-        ``bring``: a method that has all of them on the device, of who moves them; its object is not kept.
+        ``mover``: the offloader that has all of them in host memory between steps; it is not kept.
         """
-        self._bring = None if bring is None else weakref.WeakMethod(bring)
-        for master in masters:
+        self._mover = None if mover is None else weakref.ref(mover)
+        for master in self.pairs:
             if isinstance(master, _Master):
                 master.is_driven = True
 
@@ -753,8 +792,10 @@ class MasterWeights:
                     where=f"parameter of shape {tuple(param.shape)}",
                 )
             if param is not master and version_of(param) != self._versions[master]:
+                load, refresh = ("load", "refresh") if self._mover is None else ("load_masters", "refresh_masters")
                 raise StaleMasterError(
-                    "a parameter changed behind its master's back: call refresh_masters()",
+                    f"a parameter changed behind its master's back: {load}(saved ones); "
+                    f"{refresh}() only where none were saved, or the write was meant",
                     got=f"version {max(version_of(param))}",
                     expected=f"version {max(self._versions[master])}",
                     where=f"parameter of shape {tuple(param.shape)}",
@@ -803,17 +844,36 @@ class MasterWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Make the masters follow the parameters, which lose nothing: bf16 and fp16 are float32 values."""
+        self._settle_for_writing()
         with self.noted_together():
             for master, param in self.pairs.items():
                 if param is not master:
                     master.copy_(param)
                     self._note(master)
 
+    def state_dict(self) -> dict[str, list[torch.Tensor]]:
+        """``{"masters": [...]}``, in the order of ``parameters()``: float32, live, in host memory where they lie there.
+
+        So masters may stand among the states that a checkpoint is made of.
+        """
+        mover = self._mover_now()
+        if mover is not None:
+            mover.settle()
+        return {_MASTERS: [master.detach() for master in self.pairs]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` gave, as ``load`` does. Raises PlanError, where it is of other masters, too."""
+        if not isinstance(state_dict, Mapping) or list(state_dict) != [_MASTERS]:
+            got = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise PlanError("no state dict of masters", got=got, expected=[_MASTERS], where="state_dict")
+        self.load(state_dict[_MASTERS])
+
     @torch.no_grad()
     def load(self, values: Iterable[torch.Tensor]) -> None:
         """Take saved masters, in the order of ``parameters()``, and round them into the parameters.
 
-        They may be masters themselves, in another order: each is taken as it was before the load.
+        They may be masters themselves, in another order: each is taken as it was before the load. An offloader that has
+        them in host memory reads and writes none of it any more by then.
 
         Raises:
             PlanError: other shapes, another number, DTensors where masters are none, or the other way round, or what is
@@ -834,6 +894,7 @@ class MasterWeights:
                 )
             if local_of(value).untyped_storage().data_ptr() in homes:
                 given[number] = value.clone()
+        self._settle_for_writing()
         with self.noted_together():
             for (master, param), value in zip(self.pairs.items(), given, strict=True):
                 master.copy_(value)

@@ -20,7 +20,7 @@ gradients_brought_from_anywhere = patched(
 
 masters_copied_where_they_lie = patched(
     "A copy of masters is made in host memory.",
-    mutated(f"{_STATES}:MasterWeights.__getstate__", "if bring is not None:", "if False:"),
+    mutated(f"{_STATES}:MasterWeights.__getstate__", "if mover is not None:", "if False:"),
     kills="OPT-584",
 )
 
