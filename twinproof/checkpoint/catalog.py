@@ -12,7 +12,6 @@ under ``CHECKSUMS_KEY``, eight hexadecimal digits for each name.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -24,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -36,6 +35,7 @@ from twinproof import regime
 from twinproof.checkpoint.format import (
     DTYPES,
     INDEX_NAME,
+    SHARDING_KEY,
     SUFFIX,
     UNPAIRED_F4,
     Header,
@@ -45,16 +45,16 @@ from twinproof.checkpoint.format import (
     check_put_aside,
     check_unchanged,
     dense_bytes,
+    no_files,
     parse_json_object,
     read_header,
     torch_dtype,
+    with_unlisted,
 )
-from twinproof.checkpoint.unlisted import SHARDING_KEY, no_files, with_unlisted
 from twinproof.errors import ConfigError, CorruptionError, FormatError, PlanError, TwinproofError, check_kind
 
 __all__ = [
     "CHECKSUMS_KEY",
-    "SHARDING_KEY",
     "Box",
     "Catalog",
     "Chunk",
@@ -723,7 +723,7 @@ def _product(a: int, b: int) -> int:
     return result
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _power(size_bytes: int) -> int:
     """X to the power of the bits in so many bytes."""
     result, square = _ONE, 1 << 23  # x to the power of 8.

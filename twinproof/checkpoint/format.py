@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -33,10 +33,14 @@ from twinproof.errors import (
     UnsupportedError,
 )
 
+if TYPE_CHECKING:
+    from twinproof.checkpoint.catalog import Catalog
+
 __all__ = [
     "DTYPES",
     "INDEX_NAME",
     "NATIVE_METADATA_NAME",
+    "SHARDING_KEY",
     "SINGLE_NAME",
     "STEP_NAME",
     "UNPAIRED_F4",
@@ -60,6 +64,7 @@ __all__ = [
     "lay_out",
     "layout_of",
     "local_path",
+    "no_files",
     "overlaps_itself",
     "parse_header",
     "parse_json_object",
@@ -67,6 +72,7 @@ __all__ = [
     "torch_dtype",
     "waited",
     "with_options",
+    "with_unlisted",
 ]
 
 logger = logging.getLogger("twinproof.checkpoint")
@@ -83,6 +89,7 @@ STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _NATIVE_NAMES = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 
 METADATA_KEY = "__metadata__"
+SHARDING_KEY = "DCP_SHARDING_INFO"
 HEADER_BYTES_MAX = 100_000_000  # The safetensors library's own cap, for writing and reading.
 HEADER_BYTES_REMOTE = 25_000_000  # huggingface_hub's parser of remote headers reads no more.
 PAGE_BYTES = 4096
@@ -717,3 +724,51 @@ def read_header(path: str | os.PathLike[str], cache: HeaderCache | None = None) 
     data_start = LENGTH_BYTES + length
     entries, metadata = parse_header(raw, status.st_size - data_start, where, cache)
     return Header(entries, metadata, data_start, status.st_size, status.st_mtime_ns)
+
+
+# What else a folder has: files that hold what its index names in others, or other files than safetensors. Prevents that
+# an old checkpoint is read in silence where a newer one was written over it: torch's writer of shards deletes nothing,
+# and torch's reader, as transformers' of ``model.safetensors``, takes what the index does not name.
+
+
+def with_unlisted(folder: Path, catalog: Catalog) -> Catalog:
+    """The catalog of an index, which says what was passed over. Headers alone are read; what has none says nothing.
+
+    Raises:
+        CorruptionError: shards of its tensors: which of both is the checkpoint, nobody can say.
+    """
+    listed = {os.path.basename(file) for file in catalog.headers}
+    names = {name for name in os.listdir(folder) if name.endswith(SUFFIX) and not name.startswith(".")}
+    found = []
+    for name in sorted(names - listed):
+        try:
+            header = read_header(folder / name)
+        except (OSError, FormatError):
+            continue
+        if header.entries.keys().isdisjoint(catalog.tensors):
+            continue
+        if SHARDING_KEY in header.metadata:
+            raise CorruptionError(
+                "shards lie beside an index that has their tensors in other files",
+                got=name,
+                expected="shards, or the index and its files: the older ones deleted",
+                where=os.fspath(folder),
+            )
+        found.append(name)
+    if found:
+        catalog.passed_over = tuple(found)
+        logger.warning("%s: tensors of the index are also in %s, which it does not name: not read", folder, found[:20])
+    return catalog
+
+
+def no_files(folder: StrPath) -> MissingCheckpointError:
+    """What a folder without safetensors files has instead, and who reads that."""
+    names = sorted(os.listdir(folder))
+    steps = sorted(filter(STEP_NAME.fullmatch, names), key=lambda name: int(name[5:]))
+    got, expected = f"{names[:5]}", "safetensors files"
+    if NATIVE_METADATA_NAME in names:
+        got = f"a checkpoint in torch's format, with {NATIVE_METADATA_NAME}"
+        expected += "; load_training, CheckpointManager and torch's dcp.load read torch's format"
+    elif steps:
+        got, expected = f"a folder of steps, the last of them {steps[-3:]}", "the folder of one of them"
+    return MissingCheckpointError("no safetensors file", got=got, expected=expected, where=os.fspath(folder))

@@ -33,8 +33,6 @@ from twinproof.checkpoint.groups import begin_exchange, end_exchange, end_group,
 from twinproof.checkpoint.native import (
     CheckpointFormat,
     NativeStorageWriter,
-    OptimizerStates,
-    State,
     beside,
     check_stateful,
     check_states,
@@ -43,10 +41,10 @@ from twinproof.checkpoint.native import (
     load_native,
     model_states,
     one_of,
-    optimizer_states,
     set_model,
     told_by,
 )
+from twinproof.checkpoint.optimizer_states import OptimizerStates, State, optimizer_states
 from twinproof.checkpoint.plan import Export, Unfilled, check_count, exported_dtype, with_memory, without_parts
 from twinproof.checkpoint.planners import FillingPlanner, HuggingFaceSavePlanner
 from twinproof.checkpoint.publish import (

@@ -38,8 +38,9 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from twinproof.checkpoint.catalog import SHARDING_KEY, Box, Part, Progress, check_key, check_tiling
+from twinproof.checkpoint.catalog import Box, Part, Progress, check_key, check_tiling
 from twinproof.checkpoint.format import (
+    SHARDING_KEY,
     SINGLE_NAME,
     FileLayout,
     as_bits,

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from twinproof.checkpoint.catalog import (
-    SHARDING_KEY,
     Catalog,
     Chunk,
     Crc32,
@@ -41,6 +40,7 @@ from twinproof.checkpoint.catalog import (
     verify_catalog,
 )
 from twinproof.checkpoint.format import (
+    SHARDING_KEY,
     FileLayout,
     StrPath,
     check_unchanged,

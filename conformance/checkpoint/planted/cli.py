@@ -94,17 +94,17 @@ small_output_is_left_to_the_end = patched(
 )
 native_folders_are_folders_of_files = patched(
     "Of a folder in torch's format some files are named.",
-    mutated("twinproof.checkpoint.unlisted:no_files", "if NATIVE_METADATA_NAME in names:", "if False:"),
+    mutated("twinproof.checkpoint.format:no_files", "if NATIVE_METADATA_NAME in names:", "if False:"),
     kills=("CKPT-964", "CKPT-965"),
 )
 runs_are_folders_of_files = patched(
     "Of a run's folder the first steps by name are said, in the order of their letters.",
-    mutated("twinproof.checkpoint.unlisted:no_files", "int(name[5:])", "name"),
+    mutated("twinproof.checkpoint.format:no_files", "int(name[5:])", "name"),
     kills="CKPT-964",
 )
 any_number_is_a_step = patched(
     "A folder whose number no manager writes so is said to be a step.",
-    mutated("twinproof.checkpoint.unlisted:no_files", "STEP_NAME.fullmatch", "lambda name: name[5:].isdigit()"),
+    mutated("twinproof.checkpoint.format:no_files", "STEP_NAME.fullmatch", "lambda name: name[5:].isdigit()"),
     kills="CKPT-964",
 )
 what_is_no_checkpoint_is_right = patched(

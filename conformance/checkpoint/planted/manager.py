@@ -18,6 +18,7 @@ from twinproof.errors import ConfigError, FormatError
 
 _MANAGER = "twinproof.checkpoint.manager"
 _NATIVE = "twinproof.checkpoint.native"
+_STATES = "twinproof.checkpoint.optimizer_states"
 _CLASS = f"{_MANAGER}:CheckpointManager"
 
 
@@ -47,12 +48,12 @@ def last_save_stays_native(original: Any, manager: Any, folder: Any) -> Any:
 
 schedule_of_the_optimizer_lost = patched(
     "A resumed optimizer keeps the learning rate that it was made with.",
-    swap(f"{_NATIVE}:OptimizerStates.load_state_dict", nothing),
+    swap(f"{_STATES}:OptimizerStates.load_state_dict", nothing),
     kills="CKPT-433",
 )
 
 
-@fault(kills="CKPT-434", at=f"{_NATIVE}:OptimizerStates.state_dict")
+@fault(kills="CKPT-434", at=f"{_STATES}:OptimizerStates.state_dict")
 def moments_of_one_rank(original: Any, optimizers: Any) -> Any:
     """The optimizer's states are those of rank 0; what other ranks hold is saved as zeros."""
     state = original(optimizers)

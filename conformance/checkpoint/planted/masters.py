@@ -36,22 +36,26 @@ parameters_asked_for_by_a_save = patched(
     mutated(f"{_MANAGER}:_named_states", "result[_OPTIMIZER].check_params()", "pass"),
     kills="CKPT-980",
 )
+_OWN = "twinproof.checkpoint.optimizer_states"
+
 parameters_of_the_first_part_asked_for = patched(
     "Whose parameters an optimizer has is asked of that of the first part.",
-    mutated(f"{_NATIVE}:OptimizerStates.check_params", "in self.pairs", "in self.pairs[:1]"),
+    mutated(f"{_OWN}:OptimizerStates.check_params", "in self.pairs", "in self.pairs[:1]"),
     kills="CKPT-980",
 )
 optimizers_of_their_own_judged = patched(
     "An optimizer that says its states itself is refused for the parameters that it has.",
     mutated(
-        f"{_NATIVE}:OptimizerStates.check_params", " if type(each).state_dict is torch.optim.Optimizer.state_dict", ""
+        f"{_OWN}:OptimizerStates.check_params",
+        " if type(each).state_dict is torch.optim.Optimizer.state_dict",
+        "",
     ),
     kills="CKPT-980",
 )
 
 masters_train_no_model = patched(
     "Whose masters an optimizer steps is not asked.",
-    mutated(f"{_NATIVE}:_is_trained_by", "for param in trained_params(each)", "for param in _params([each])"),
+    mutated(f"{_NATIVE}:_is_trained_by", "for param in trained_params(each)", "for param in params_of([each])"),
     kills="CKPT-981",
 )
 masters_loaded_apart = patched(

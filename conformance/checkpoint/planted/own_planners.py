@@ -50,13 +50,13 @@ quantized_targets_filled = patched(
 )
 objects_have_sizes = patched(
     "A target that is no tensor is asked for its size.",
-    mutated(f"{_PLANNERS}:HuggingFaceLoadPlanner.create_local_plan", "isinstance(value, torch.Tensor)\n", "True\n"),
+    mutated(f"{_PLANNERS}:FillingPlanner._check_asked", "isinstance(value, torch.Tensor)\n", "True\n"),
     kills="CKPT-772",
 )
 saved_objects_have_sizes = patched(
     "What was saved beside tensors is asked for its size.",
     mutated(
-        f"{_PLANNERS}:HuggingFaceLoadPlanner.create_local_plan",
+        f"{_PLANNERS}:FillingPlanner._check_asked",
         "isinstance(saved.get(fqn), TensorStorageMetadata)",
         "fqn in saved",
     ),

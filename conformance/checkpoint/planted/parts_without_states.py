@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from conformance.harness import mutated, patched, swap
 
 _NATIVE = "twinproof.checkpoint.native"
+_STATES = "twinproof.checkpoint.optimizer_states"
 
 states_required_of_each_part = patched(
     "A part without parameters ends a save as torch ends it.",
@@ -20,18 +21,18 @@ nothing_given_to_torch = patched(
 )
 an_optimizer_for_each_part = patched(
     "A part that nobody trains needs an optimizer.",
-    mutated(f"{_NATIVE}:OptimizerStates.__init__", "len(optimizers) < len(parts)", "False"),
+    mutated(f"{_STATES}:OptimizerStates.__init__", "len(optimizers) < len(parts)", "False"),
     kills=("CKPT-914", "CKPT-915"),
 )
 states_required_of_each_optimizer = patched(
     "An optimizer without parameters ends a save as torch ends it.",
-    mutated(f"{_NATIVE}:_flat", "if not _params(optimizers):", "if False:"),
+    mutated(f"{_STATES}:_flat", "if not params_of(optimizers):", "if False:"),
     kills="CKPT-915",
 )
 parts_taken_from_the_front = patched(
     "Optimizers are those of the first parts that have parameters.",
     mutated(
-        f"{_NATIVE}:OptimizerStates.__init__",
+        f"{_STATES}:OptimizerStates.__init__",
         "any(param.requires_grad for param in part.parameters())]",
         "any(True for param in part.parameters())][: len(optimizers)]",
     ),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from conformance.harness import mutated, patched
 
 _NATIVE = "twinproof.checkpoint.native"
+_STATES = "twinproof.checkpoint.optimizer_states"
 
 every_group_has_a_rate = patched(
     "An optimizer without a learning rate cannot be restored.",
-    mutated(f"{_NATIVE}:_fill", ' for group in groups if "lr" in group]', " for group in groups]"),
+    mutated(f"{_STATES}:_fill", ' for group in groups if "lr" in group]', " for group in groups]"),
     kills="CKPT-790",
 )
 anything_is_a_list = patched(
@@ -19,7 +20,7 @@ anything_is_a_list = patched(
 joint_parameters_are_one = patched(
     "Of parameters that are joined to one all but the first are left out.",
     mutated(
-        f"{_NATIVE}:_states_of",
+        f"{_STATES}:_states_of",
         "if len(params) != len(names):\n        params = [None] * len(names)",
         "names = names[: len(params)]",
     ),
@@ -27,13 +28,13 @@ joint_parameters_are_one = patched(
 )
 joint_parameters_need_no_states = patched(
     "Joint parameters whose optimizer has no states are passed over.",
-    mutated(f"{_NATIVE}:OptimizerStates.targets", "(param is None or param.requires_grad)", "param is not None"),
+    mutated(f"{_STATES}:OptimizerStates.targets", "(param is None or param.requires_grad)", "param is not None"),
     kills="CKPT-791",
 )
 joint_parameters_forgotten = patched(
     "Joint parameters of which the checkpoint has no states are passed over.",
     mutated(
-        f"{_NATIVE}:OptimizerStates.targets", "left.update(keys if param is not None else ())", "left.update(keys)"
+        f"{_STATES}:OptimizerStates.targets", "left.update(keys if param is not None else ())", "left.update(keys)"
     ),
     kills="CKPT-791",
 )
@@ -83,16 +84,16 @@ renamed_in_any_order = patched(
 )
 containers_are_plain = patched(
     "An optimizer that names its states itself is asked as one of torch's, which has no names.",
-    mutated(f"{_NATIVE}:optimizer_states", "speaks == [True]", "not speaks"),
+    mutated(f"{_STATES}:optimizer_states", "speaks == [True]", "not speaks"),
     kills="CKPT-854",
 )
 containers_beside_others = patched(
     "An optimizer that names its states itself is taken beside others, as one of torch's.",
-    mutated(f"{_NATIVE}:optimizer_states", "if any(speaks)", "if all(speaks)"),
+    mutated(f"{_STATES}:optimizer_states", "if any(speaks)", "if all(speaks)"),
     kills="CKPT-854",
 )
 groups_are_missed = patched(
     "An optimizer that says nothing of its groups ends in the error of a dictionary.",
-    mutated(f"{_NATIVE}:_flat", '("state", "param_groups")', '("state",)'),
+    mutated(f"{_STATES}:_flat", '("state", "param_groups")', '("state",)'),
     kills="CKPT-854",
 )

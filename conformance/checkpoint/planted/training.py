@@ -18,7 +18,7 @@ def step_begins_anew(original: Any, model: Any, optimizers: Any, step: int, stat
 
 moments_left_out = patched(
     "The optimizer's states are saved, and not restored.",
-    swap("twinproof.checkpoint.native:OptimizerStates.load_state_dict", lambda states, state_dict: None),
+    swap("twinproof.checkpoint.optimizer_states:OptimizerStates.load_state_dict", lambda states, state_dict: None),
     kills=("CKPT-539", "CKPT-540"),
 )
 
@@ -31,7 +31,7 @@ def every_checkpoint_is_native(original: Any, path: Any) -> Any:
 
 as_many_optimizers_as_parts_refused = patched(
     "A model in parts is refused where each has an optimizer.",
-    mutated("twinproof.checkpoint.native:OptimizerStates.__init__", "len(parts) != len", "len(parts) >= len"),
+    mutated("twinproof.checkpoint.optimizer_states:OptimizerStates.__init__", "len(parts) != len", "len(parts) >= len"),
     kills="CKPT-515",
 )
 

@@ -96,7 +96,7 @@ objects_of_nothing_demanded = patched(
 )
 states_of_any_size = patched(
     "A state of a parameter is loaded in the size that it was saved with.",
-    mutated(f"{_NATIVE}:not_asked", "if path[0] in names or str(path[1]).startswith(_GROUPS)", "if True"),
+    mutated(f"{_NATIVE}:not_asked", "if path[0] in names or str(path[1]).startswith(GROUPS)", "if True"),
     kills="CKPT-957",
 )
 filled_without_memory = patched(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conformance.harness import mutated, patched, swap
 
-_UNLISTED = "twinproof.checkpoint.unlisted:with_unlisted"
+_UNLISTED = "twinproof.checkpoint.format:with_unlisted"
 
 newer_shards_passed_over = patched(
     "An index is read, whatever was saved over its files.",

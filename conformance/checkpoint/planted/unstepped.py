@@ -7,16 +7,17 @@ from contextlib import nullcontext
 from conformance.harness import mutated, patched, swap
 
 _NATIVE = "twinproof.checkpoint.native"
-_STATES = f"{_NATIVE}:OptimizerStates"
+_OWN = "twinproof.checkpoint.optimizer_states"
+_STATES = f"{_OWN}:OptimizerStates"
 
 stepped_by_a_save = patched(
     "A save of an optimizer that has not stepped steps it once, at a rate of 0.",
-    swap(f"{_NATIVE}:_unstepped", lambda optimizers: nullcontext()),
+    swap(f"{_OWN}:_unstepped", lambda optimizers: nullcontext()),
     kills=("CKPT-692", "CKPT-696", "CKPT-697"),
 )
 gradients_of_saves_stay = patched(
     "The gradient that keeps torch from stepping stays.",
-    mutated(f"{_NATIVE}:_unstepped", "param.grad = None", "pass"),
+    mutated(f"{_OWN}:_unstepped", "param.grad = None", "pass"),
     kills="CKPT-692",
 )
 states_of_all_asked_for = patched(
@@ -35,7 +36,7 @@ older_states_stay = patched(
 )
 empty_states_counted = patched(
     "A parameter with an empty state, as a load leaves it, counts as one with states.",
-    mutated(f"{_NATIVE}:_has_states", "not isinstance(state, dict) or state", "True"),
+    mutated(f"{_OWN}:_has_states", "not isinstance(state, dict) or state", "True"),
     kills="CKPT-693",
 )
 gradients_in_the_way = patched(
@@ -43,7 +44,7 @@ gradients_in_the_way = patched(
     mutated(
         f"{_STATES}.targets",
         "if has_states and not _has_states(optimizer):",
-        "if has_states and not _has_states(optimizer) and _params([optimizer])[0].grad is None:",
+        "if has_states and not _has_states(optimizer) and params_of([optimizer])[0].grad is None:",
     ),
     kills="CKPT-701",
 )
@@ -87,13 +88,13 @@ states_of_torchs_errors_stay = patched(
 )
 rate_stays_0 = patched(
     "The learning rate at which states are made stays.",
-    mutated(f"{_NATIVE}:_fill", 'group["lr"] = rate', "pass"),
+    mutated(f"{_OWN}:_fill", 'group["lr"] = rate', "pass"),
     kills="CKPT-695",
 )
 rate_in_a_tensor_is_lost = patched(
     "Where the rate is a tensor, it is set to 0 in place.",
     mutated(
-        f"{_NATIVE}:_fill",
+        f"{_OWN}:_fill",
         "torch.tensor(0.0) if isinstance(rate, torch.Tensor)",
         "rate.zero_() if torch.is_tensor(rate)",
     ),
@@ -101,7 +102,7 @@ rate_in_a_tensor_is_lost = patched(
 )
 gradients_of_some_taken = patched(
     "An optimizer is kept from stepping where any of its parameters has no gradient.",
-    mutated(f"{_NATIVE}:_unstepped", "and all(param.grad is None", "and any(param.grad is None"),
+    mutated(f"{_OWN}:_unstepped", "and all(param.grad is None", "and any(param.grad is None"),
     kills="CKPT-720",
 )
 states_of_earlier_loads_taken = patched(
@@ -111,23 +112,23 @@ states_of_earlier_loads_taken = patched(
 )
 one_optimizer_is_held_back = patched(
     "Of several optimizers without states one alone is kept from stepping.",
-    mutated(f"{_NATIVE}:_unstepped", "for optimizer in optimizers:", "for optimizer in optimizers[:1]:"),
+    mutated(f"{_OWN}:_unstepped", "for optimizer in optimizers:", "for optimizer in optimizers[:1]:"),
     kills="CKPT-711",
 )
 empty_groups_named = patched(
     "Groups without parameters are handed to torch, which finds no name for them.",
-    swap(f"{_NATIVE}:_without_empty_groups", lambda optimizers: nullcontext()),
+    swap(f"{_OWN}:_without_empty_groups", lambda optimizers: nullcontext()),
     kills="CKPT-835",
 )
 empty_groups_go_last = patched(
     "Groups without parameters come back behind the others.",
-    mutated(f"{_NATIVE}:_without_empty_groups", "insert(place, group)", "append(group)"),
+    mutated(f"{_OWN}:_without_empty_groups", "insert(place, group)", "append(group)"),
     kills="CKPT-835",
 )
 empty_groups_change_places = patched(
     "Groups without parameters come back from the last to the first: two in front of the others change places.",
     mutated(
-        f"{_NATIVE}:_without_empty_groups",
+        f"{_OWN}:_without_empty_groups",
         "in aside:\n            each.param_groups.insert",
         "in reversed(aside):\n            each.param_groups.insert",
     ),
@@ -135,32 +136,32 @@ empty_groups_change_places = patched(
 )
 gradients_of_all_rows = patched(
     "SparseAdam is stepped with gradients that it does not take.",
-    mutated(f"{_NATIVE}:_no_change", "isinstance(optimizer, torch.optim.SparseAdam)", "False"),
+    mutated(f"{_OWN}:_no_change", "isinstance(optimizer, torch.optim.SparseAdam)", "False"),
     kills="CKPT-836",
 )
 steps_fail_by_themselves = patched(
     "What the step of an optimizer without states raises is handed on, without what to do.",
-    mutated(f"{_NATIVE}:_fill", "except TwinproofError:", "except Exception:"),
+    mutated(f"{_OWN}:_fill", "except TwinproofError:", "except Exception:"),
     kills="CKPT-836",
 )
 named_errors_of_steps_wrapped = patched(
     "A named error of an optimizer's own step is told as one of an optimizer that needs a closure.",
-    mutated(f"{_NATIVE}:_fill", "    except TwinproofError:\n        raise\n", ""),
+    mutated(f"{_OWN}:_fill", "    except TwinproofError:\n        raise\n", ""),
     kills="CKPT-826",
 )
 states_in_lists_are_torchs = patched(
     "States that torch cannot name are its error.",
-    mutated(f"{_NATIVE}:_flat", "except NotImplementedError as error:", "except LookupError as error:"),
+    mutated(f"{_OWN}:_flat", "except NotImplementedError as error:", "except LookupError as error:"),
     kills="CKPT-836",
 )
 parameters_of_others_unnamed = patched(
     "Of parameters that are none of the model's torch says the number in its own list.",
-    mutated(f"{_NATIVE}:_flat", "if not foreign:", "if True:"),
+    mutated(f"{_OWN}:_flat", "if not foreign:", "if True:"),
     kills="CKPT-843",
 )
 keys_lacking_are_parameters_of_others = patched(
     "Whatever key an optimizer lacks is told as a parameter that is none of the model's.",
-    mutated(f"{_NATIVE}:_flat", "if not foreign:\n                raise\n", "if False:\n                raise\n"),
+    mutated(f"{_OWN}:_flat", "if not foreign:\n                raise\n", "if False:\n                raise\n"),
     kills="CKPT-826",
 )
 numbers_of_parameters_not_said = patched(
@@ -171,6 +172,6 @@ numbers_of_parameters_not_said = patched(
 
 entries_without_states = patched(
     "A load leaves an entry for each parameter, of which one says nothing.",
-    mutated(f"{_NATIVE}:OptimizerStates.load_state_dict", "del optimizer.state[param]", "pass"),
+    mutated(f"{_OWN}:OptimizerStates.load_state_dict", "del optimizer.state[param]", "pass"),
     kills="CKPT-902",
 )

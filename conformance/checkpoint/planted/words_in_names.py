@@ -5,6 +5,7 @@ from __future__ import annotations
 from conformance.harness import mutated, patched
 
 _NATIVE = "twinproof.checkpoint.native"
+_STATES = "twinproof.checkpoint.optimizer_states"
 
 prefix_taken_out_everywhere = patched(
     "The name of the optimizers is taken out of saved names wherever it stands.",
@@ -13,12 +14,12 @@ prefix_taken_out_everywhere = patched(
 )
 state_taken_out_everywhere = patched(
     "The word that begins names of states is taken out of them wherever it stands.",
-    mutated(f"{_NATIVE}:_owner", "key.removeprefix(_STATE)", "key.replace(_STATE, '')"),
+    mutated(f"{_STATES}:_owner", "key.removeprefix(_STATE)", "key.replace(_STATE, '')"),
     kills="CKPT-740",
 )
 groups_taken_out_everywhere = patched(
     "The word that begins names of groups is taken out of them wherever it stands.",
-    mutated(f"{_NATIVE}:_states_of", "name.removeprefix(_GROUPS)", "name.replace(_GROUPS, '')"),
+    mutated(f"{_STATES}:_states_of", "name.removeprefix(GROUPS)", "name.replace(GROUPS, '')"),
     kills="CKPT-740",
 )
 weights_pass_for_states = patched(
