@@ -124,7 +124,7 @@ nothing_in_gaps = patched(
     mutated(f"{_NATIVE}:_placed_in", "[{} for _ in", "[None for _ in"),
     kills="CKPT-959",
 )
-names_that_begin_alike = patched(
+objects_that_begin_alike = patched(
     "What the checkpoint has of an object is found by how its names begin, without the dot behind the object's.",
     mutated(f"{_NATIVE}:as_saved", 'each.startswith(f"{name}.")', "each.startswith(name)"),
     kills="CKPT-989",
