@@ -40,7 +40,7 @@ from conformance.harness import Rank, assert_equal, assert_same_bytes, assert_sa
 from conformance.harness.raising import errors_inside
 from conformance.provers.faults import WRITE_CALLS, FaultServer
 from twinproof.checkpoint.catalog import verify
-from twinproof.errors import TwinproofError
+from twinproof.errors import TwinproofError, UnsupportedError
 
 # A file, or a run of one, of more bytes is read in several tasks; rows with small gaps are read by windows of so many.
 TASK_BYTES, WINDOW_BYTES, GAP_BYTES = 8 << 20, 1 << 20, 4096
@@ -119,7 +119,7 @@ def test_every_cast(checkpoint: Any, tmp_path: Path) -> None:
                 load(checkpoint, targets, tmp_path / "ck", cast=True)
             for name in refused:
                 target = zeros_like(torch.empty(7, 9, dtype=target_dtype))
-                with raises(RuntimeError, where=f"{stored[name].dtype} to {target_dtype}"):
+                with raises(UnsupportedError, where=f"{stored[name].dtype} to {target_dtype}"):
                     load(checkpoint, {name: target}, tmp_path / "ck", cast=True)
         for name, value in expected.items():
             where = f"{stored[name].dtype} to {target_dtype}"

@@ -238,7 +238,9 @@ def test_metadata_is_read_once(checkpoint: Any, tmp_path: Path, monkeypatch: pyt
     for _ in range(2):
         with raises(ConfigError, mentions=("model alone", "step-11"), where="an HF step"):
             _loaded(checkpoint, folder)
-    assert_equal(read, Counter({"step-11": 2}), where="headers of an HF step, by two managers")
+    # Of step 10 the metadata, once by each: it is named as the newest that holds all.
+    expected_reads = Counter({"step-11": 2, "step-10": 2, "metadata": 2})
+    assert_equal(read, expected_reads, where="headers of an HF step, by two managers")
     known = whole.Known()
     for changed, is_native, change in (
         (hf, False, _last_byte(NUMBERED[0])),
@@ -258,6 +260,36 @@ def test_metadata_is_read_once(checkpoint: Any, tmp_path: Path, monkeypatch: pyt
     assert_equal(_loaded(checkpoint, folder), (True, 7.0), where="before its files come")
     shutil.copy(folder / f"step-7/{DATA}", folder / "step-12")
     assert_equal(_loaded(checkpoint, folder), (True, 7.0), where="after they came")
+
+
+@requirement(
+    "CKPT-992",
+    "Retention that looks at a step in the moment in which its save shows it MUST read none of its metadata, and leave "
+    "it; what is to go MUST be gone behind the save.",
+)
+def test_looked_at_while_it_is_shown(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, _ = _manager(checkpoint, tmp_path / "run", 1.0, keep_latest_k=1)
+    remember, ends = whole.Known.remember, whole.ends_of
+    looks, read = list[list[str]](), list[int]()
+
+    def ends_of(metadata: Metadata) -> Any:
+        read.append(1)
+        return ends(metadata)
+
+    def remembered(known: Any, folder: Path, *rest: Any) -> None:
+        monkeypatch.setattr(whole, "ends_of", ends_of)
+        # What its thread does, at the worst moment.
+        manager._cleaner._clean()
+        looks.append(sorted(os.listdir(tmp_path / "run")))
+        monkeypatch.setattr(whole, "ends_of", ends)
+        remember(known, folder, *rest)
+
+    monkeypatch.setattr(whole.Known, "remember", remembered)
+    with alone(), manager:
+        for step in (1, 2):
+            manager.save(step)
+    assert_equal((looks, read), ([["step-1"], ["step-1", "step-2"]], []), where="what a look finds, and reads")
+    assert_equal(os.listdir(tmp_path / "run"), ["step-2"], where="what is kept")
 
 
 @requirement(

@@ -671,12 +671,13 @@ class CheckpointManager:
         else:
             return None
         if kind is CheckpointFormat.HF and not model_only:
-            native = [n for n in complete if complete[n] is not kind and n > 0 and self._is_whole(n, complete[n])]
-            newest = f"load(step={max(native)}), the newest that holds all; or " if native else ""
+            native = (n for n in sorted(complete, reverse=True) if complete[n] is not kind and n > 0)
+            newest = next((n for n in native if self._is_whole(n, complete[n])), None)
+            first = "" if newest is None else f"load(step={newest}), the newest that holds all; or "
             raise ConfigError(
                 "an HF checkpoint holds the model alone: no optimizer, step or data loader can be restored",
                 got=os.fspath(path),
-                expected=f"{newest}it as initial_load_path of another folder, with initial_load_model_only=True",
+                expected=f"{first}it as initial_load_path of another folder, with initial_load_model_only=True",
                 where="load",
             )
         return path, kind, model_only
@@ -1004,7 +1005,8 @@ class _Cleaner:
         # First: what a step replaced is no only copy of it as long as the step is there.
         self._hide_left()
         found = complete_steps(self.folder)
-        whole = [step for step in sorted(found) if self._counts(step, found)]
+        # One that is being saved is remembered a moment after it is seen, and counts when it is asked for then.
+        whole = [step for step in sorted(found) if step != self.saving_step and self._counts(step, found)]
         older = whole[: -self.keep]
         for step in older:
             name = f"step-{step}"

@@ -316,9 +316,9 @@ class FillingPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """One read item per block of a packed shard and chunk that it lies in; everything else as torch plans it."""
-        assert self.metadata is not None
-        self._check_asked(self.metadata.state_dict_metadata)
+        self._check_asked({} if self.metadata is None else self.metadata.state_dict_metadata)
         plan: LoadPlan = super().create_local_plan()
+        assert self.metadata is not None
         chunks = self._with_blocks(plan, self.state_dict)
         check_covered(plan, {**self.state_dict, **chunks}, self.metadata.state_dict_metadata)
         return plan

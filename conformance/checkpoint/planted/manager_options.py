@@ -241,6 +241,6 @@ def one_tensor_for_an_address(original: Any, manager: Any, state: Any) -> Any:
 
 step_that_is_not_whole_named = patched(
     "The step that is named where the newest holds the model alone may lack files.",
-    mutated(f"{_MANAGER}:CheckpointManager._find", " and n > 0 and self._is_whole(n, complete[n])]", "]"),
+    mutated(f"{_MANAGER}:CheckpointManager._find", " if self._is_whole(n, complete[n])), None)", "), None)"),
     kills="CKPT-988",
 )

@@ -125,3 +125,8 @@ headers_end_retention = patched(
     mutated(f"{_WHOLE}:_check_hf", "except (FormatError, UnsupportedError):", "except ():"),
     kills="CKPT-953",
 )
+what_is_being_saved_is_read = patched(
+    "Retention reads the metadata of a step that its save has just shown.",
+    mutated(f"{_MANAGER}:_Cleaner._clean", "step != self.saving_step and ", ""),
+    kills="CKPT-992",
+)
