@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -306,3 +308,50 @@ def test_forked_meanwhile(checkpoint: Any, tmp_path: Path) -> None:
             load(checkpoint, {"x": torch.zeros(4, 3)}, tmp_path / "ck")
         # In the child, and there behind a reading of its own.
         assert_equal(found, [3 * is_on], where=f"the child's collector was on and stays so: {is_on}")
+
+
+class _Handler:
+    """A handler of a signal that raises once, in a pause of the collector: as a call begins, or one of C's returns."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.count = number, 0
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        is_place = event == "c_return" or (event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR)
+        if is_place and frame.f_globals.get("__name__") == "fastimpl.checkpoint.pause":
+            self.count += 1
+            if self.count == self.number:
+                raise KeyboardInterrupt
+
+
+def _pauses_of_load(checkpoint: Any, path: Path, number: int) -> tuple[int, str]:
+    """How many such places a load comes to, of which one raises, and the name of what it raises."""
+    handler, said = _Handler(number), ""
+    sys.setprofile(handler)
+    try:
+        load(checkpoint, {"x": torch.zeros(4, 3)}, path)
+    except BaseException as error:
+        # Torch wraps what a planner or a reader raises.
+        said = type(error).__name__
+    finally:
+        sys.setprofile(None)
+    return handler.count, said
+
+
+@requirement(
+    "CKPT-993",
+    "A load that a handler of a signal ends while the garbage collector is turned off or on MUST leave it as it was, "
+    "and the loads behind it MUST turn it off and on as those before.",
+)
+@pytest.mark.parametrize("is_on", [True, False])
+def test_interrupted_pauses(checkpoint: Any, tmp_path: Path, is_on: bool) -> None:
+    save(checkpoint, {"x": torch.ones(4, 3)}, tmp_path / "ck", durable=False)
+    with _collector(is_on=is_on):
+        whole = _pauses_of_load(checkpoint, tmp_path / "ck", 0)
+        for number in range(1, whole[0] + 1):
+            _, said = _pauses_of_load(checkpoint, tmp_path / "ck", number)
+            assert_equal(bool(said), True, where=f"handler {number} is heard")
+            assert_equal(gc.isenabled(), is_on, where=f"the collector is on behind handler {number}")
+            found = _pauses_of_load(checkpoint, tmp_path / "ck", 0)
+            assert_equal(found, whole, where=f"a load behind handler {number}")
+            assert_equal(gc.isenabled(), is_on, where=f"the collector is on behind a load behind handler {number}")

@@ -6,13 +6,16 @@ Rows are assembled here with ``struct`` from numbers, never by the packer under 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from conformance.harness import assert_equal, assert_same_bytes
+from twinproof.kvstore import disk
 from twinproof.optimizers import OPTIMIZERS as KINDS
 
 EXTREMES = (0, 1, -1, 2**31, -(2**31), 2**32, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1)
@@ -160,6 +163,18 @@ def filled(kvstore: Any, keys: Any = EXTREMES, **options: Any) -> Any:
 def fresh(kvstore: Any, **options: Any) -> Any:
     """The same tables, empty, of another seed and time."""
     return store_of(kvstore, layouts_of(kvstore), **({"seed": 1234, "clock": Clock(7)} | options))
+
+
+def between_tables(act: Callable[[str], None]) -> AbstractContextManager[Any]:
+    """Call ``act(table)`` when a load has written a table's rows, before it writes the next; listeners hear later."""
+    write = disk._Load.write
+
+    def written(job: Any, table: str, *rest: Any) -> Any:
+        found = write(job, table, *rest)
+        act(table)
+        return found
+
+    return mock.patch.object(disk._Load, "write", written)
 
 
 def save(kvstore: Any, store: Any, path: Path, **options: Any) -> Any:

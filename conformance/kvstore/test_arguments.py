@@ -357,3 +357,68 @@ class _Hurrying:
         self.left -= 1
         self.now += 1
         return self.now
+
+
+def _odd(values: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous to torch, with strides that no dense tensor has where a dimension has one element."""
+    strides = [
+        stride if size > 1 and values.numel() else 7 for size, stride in zip(values.shape, values.stride(), strict=True)
+    ]
+    return torch.zeros(values.numel(), dtype=values.dtype).as_strided(tuple(values.shape), strides).copy_(values)
+
+
+def _by_strides(kvstore: Any, layout: Any, keys: list[int], of: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """What all verbs that take tensors do with those that ``of`` makes: each one's answer, or what it wrote."""
+    count, width, found = len(keys), layout.embedding_dim, list[Any]()
+    store = store_of(kvstore, layout)
+    ids, view = of(ids_of(keys)), kvstore.KVTensor(store, ids_of(keys), "weight")
+    rows = random_rows(store, keys, 3)
+    weights, slot = torch.arange(count * width).float().reshape(count, width) + 1, layout.state_slots["momentum1"]
+    state = torch.full((count, slot.count), 0.5)
+    wrapper = kvstore.KVTensorWrapper([count, width], torch.float32, 0, sorted_indices=ids_of(keys))
+    wrapper.set_dram_db_wrapper(store)
+    words = torch.full((count, 1), 3 << 32 | 9)
+    loaded = {"t.weight": of(rows), "t.weight_id": of(ids_of(keys)[:, None])}
+    writes: dict[str, Callable[[], object]] = {
+        "set": lambda: store.set("t", ids, of(weights)),
+        "set_state": lambda: store.set_state("t", "momentum1", ids, of(state)),
+        "apply_gradients": lambda: store.apply_gradients("t", ids, of(weights), 0.5),
+        "set_scores": lambda: store.set_scores("t", ids, of(torch.ones(count))),
+        "set_metadata": lambda: store.set_metadata("t", ids, of(words)),
+        "set_rows": lambda: store.set_rows("t", of(rows)),
+        "place": lambda: store.place("t", ids, of(weights * 2), 16),
+        "a view": lambda: view.set_range(0, 0, count, of(weights * 3)),
+        "a wrapper": lambda: wrapper.set_range(0, 0, count, of(weights * 4)),
+        "load_state_dict": lambda: store.load_state_dict(loaded),
+    }
+    for name, write in writes.items():
+        with succeeds(name, where=f"{count} x {width}"):
+            write()
+        found.append((name, contents(store)))
+    for first, row_width in ((0, layout.row_bytes), (16, 1), (8, 8)):
+        out = of(torch.zeros(count, row_width, dtype=torch.uint8))
+        with succeeds("get_rows", where=f"{count} rows, {row_width} bytes into memory of the caller's"):
+            told = store.get_rows("t", ids, offset_bytes=first, width_bytes=row_width, out=out)
+        found.append((f"get_rows of {row_width}", told is out, out.tolist()))
+    for used in {count, count // 2}:
+        out = of(torch.zeros(count, width))
+        with succeeds("get", where=f"{used} of {count} x {width} into memory of the caller's"):
+            told = store.get("t", ids, out=out, count=used)
+        found.append((f"get of {used}", told is out, out.tolist()))
+    return found
+
+
+@requirement(
+    "KV-487",
+    "A tensor that torch calls contiguous MUST be taken as a dense one is, read from and written to, whatever strides "
+    "it has in dimensions of one element, or where it has no element.",
+)
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("keys", [[], [7], [7, 2, -1]])
+def test_odd_strides(kvstore: Any, keys: list[int], width: int) -> None:
+    for made in (_odd(torch.ones(3, 1)), _odd(torch.ones(1, 3)), _odd(torch.ones(0, 3))):
+        assert_equal(made.is_contiguous(), True, where=f"{tuple(made.shape)} by {made.stride()}")
+    layout = kvstore.RowLayout(width, optimizer="rowwise_adagrad")
+    found, expected = (_by_strides(kvstore, layout, keys, of) for of in (_odd, torch.Tensor.clone))
+    for got, wanted in zip(found, expected, strict=True):
+        assert_equal(got, wanted, where=f"{wanted[0]}, {len(keys)} x {width}")

@@ -17,11 +17,15 @@ import pytest
 import torch
 
 from conformance.harness import assert_equal, raises, requirement, succeeds
-from conformance.kvstore.cases import contents, ids_of, save, store_of
+from conformance.kvstore.cases import between_tables, contents, ids_of, save, store_of
 from twinproof.errors import DeltaBaseError
 
 # What both implementations are made of, and of one the way to its operators. The other's rows are Python's own.
 _WATCHED = ("twinproof.kvstore", "fastimpl.kvstore", "fastimpl.ops")
+
+
+def _note(heard: list[str], name: str, table: str) -> None:
+    heard.append(name)
 
 
 class _Interruption(BaseException):
@@ -29,7 +33,9 @@ class _Interruption(BaseException):
 
 
 @contextmanager
-def _handled(number: int, handler: Callable[[], None]) -> Iterator[list[int]]:
+def _handled(
+    number: int, handler: Callable[[], None], watched: str | tuple[str, ...] = _WATCHED
+) -> Iterator[list[int]]:
     """A handler that runs once, at the line of this number that is run inside; gives how many lines were."""
     seen, before = [0], sys.gettrace()
 
@@ -41,7 +47,7 @@ def _handled(number: int, handler: Callable[[], None]) -> Iterator[list[int]]:
         return at_line
 
     def at_call(frame: Any, event: str, argument: Any) -> Any:
-        return at_line if frame.f_globals.get("__name__", "").startswith(_WATCHED) else None
+        return at_line if frame.f_globals.get("__name__", "").startswith(watched) else None
 
     sys.settrace(at_call)
     try:
@@ -166,7 +172,68 @@ def test_steps_of_loads(kvstore: Any, tmp_path: Path, held: list[int]) -> None:
         copy.set(table, ids_of(held), torch.ones(len(held), 4))
     save(kvstore, source, tmp_path / "full")
     found: list[tuple[str, int]] = []
-    copy.add_listener(lambda table: found.append((table, copy.step_count("a"))))
-    kvstore.load(copy, tmp_path / "full")
+    with between_tables(lambda table: found.append((table, copy.step_count("a")))):
+        kvstore.load(copy, tmp_path / "full")
     assert_equal([step for table, step in found if table == "b"], [3], where="the first table's step")
     assert_equal(copy.step_count("b"), 8, where="the second's")
+
+
+@requirement(
+    "KV-482",
+    "A load of some buckets that a handler of a signal ends while it notes what was loaded MUST be no base of a delta "
+    "of other buckets: a delta that is taken MUST leave no holes.",
+)
+def test_interrupted_parts(kvstore: Any, tmp_path: Path) -> None:
+    buckets, keys = kvstore.Buckets(4), ids_of(range(12))
+    source = store_of(kvstore, kvstore.RowLayout(4), track_changes=True)
+    source.set("t", keys, torch.ones(12, 4))
+    mark = save(kvstore, source, tmp_path / "full", buckets=buckets).mark
+    source.set("t", keys[:4], torch.full((4, 4), 2.0))
+    save(kvstore, source, tmp_path / "delta", buckets=buckets, since=mark)
+    wanted, taken = contents(source)["t"], 0
+    notes = "twinproof.kvstore.deltas"
+    for line in range(1, 1000):
+        copy, where = store_of(kvstore, kvstore.RowLayout(4)), f"a load that ends at line {line} of its notes"
+        with suppress(_Interruption), _handled(line, _raise, notes) as seen:
+            kvstore.load(copy, tmp_path / "full", owned=(0, 2))
+        for owned in ((0, 4), (0, 2)):
+            with suppress(DeltaBaseError):
+                kvstore.load(copy, tmp_path / "delta", owned=owned)
+                held = {key: row for key, row in wanted.items() if owned[0] <= key % 4 < owned[1]}
+                assert_equal(contents(copy)["t"], held, where=f"{where}: a delta of {owned}")
+                taken += 1
+        if seen[0] < line:
+            break
+    assert_equal((line > 10, taken > 0), (True, True), where="lines, and deltas that were taken")
+
+
+@requirement(
+    "KV-483",
+    "A listener that a handler of a signal or another thread adds or removes while one is added, removed or told MUST "
+    "hear, or not, of the next write on, and the others stay as they are.",
+)
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("way", ["add", "remove", "tell"])
+@pytest.mark.parametrize("within", ["add", "remove"])
+def test_listeners_meanwhile(kvstore: Any, way: str, within: str, steps: bool) -> None:
+    for line in range(1, 1000):
+        store, heard = store_of(kvstore, kvstore.RowLayout(4, optimizer="adam")), list[str]()
+        hearing = {name: partial(_note, heard, name) for name in ("stays", "other", "mine")}
+        write = partial(store.apply_gradients, "t", ids_of([1]), torch.ones(1, 4), 0.1)
+        verbs = {"add": partial(store.add_listener, steps=steps), "remove": store.remove_listener}
+        acts = {name: partial(verb, hearing["mine"]) for name, verb in verbs.items()} | {"tell": write}
+        left = ["stays"]
+        verbs["add"](hearing["stays"])
+        for name, act in (("other", within), ("mine", way)):
+            if act == "remove":
+                verbs["add"](hearing[name])
+            if act == "add":
+                left.append(name)
+        with _handled(line, partial(verbs[within], hearing["other"]), "twinproof.kvstore.store") as seen:
+            acts[way]()
+        if seen[0] < line:
+            break
+        heard.clear()
+        write()
+        assert_equal(sorted(heard), sorted(left), where=f"{within} at line {line} of {way}")
+    assert_equal(line > 2, True, where="lines")

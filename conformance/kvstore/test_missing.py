@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from conformance.harness import assert_equal, assert_same_bytes, examples, raise
 from conformance.kvstore import strategies
 from conformance.kvstore.cases import (
     EXTREMES,
+    FILE,
     WEIGHTS,
     assert_bits,
     assert_contents,
@@ -232,3 +234,45 @@ def test_one_among_others(kvstore: Any, tmp_path: Path) -> None:
             batch = [*keys[:place], 77, *keys[place:]]
             with raises(TwinproofError, mentions=("got: [77]",), where=f"{name}: {batch}"):
                 ask(ids_of(batch))
+
+
+@requirement(
+    "KV-490",
+    "A store with the seed, initializer and tables, in their order, of one that saved MUST have its initial weights "
+    "for ids without a row when it has loaded one of them, whatever tables stand behind; files MUST hold neither.",
+)
+@pytest.mark.parametrize("table", ["users", "items"])
+def test_initial_weights_behind_a_load(kvstore: Any, tmp_path: Path, table: str) -> None:
+    layout, asked = kvstore.RowLayout(5), ids_of([-3, 0, 9, 2**40])
+    uniform = kvstore.Initializer.uniform(-0.5, 0.25)
+    chosen = {"users": uniform, "items": kvstore.Initializer.uniform(0.0, 1.0)}
+    layouts = dict.fromkeys(("users", "items"), layout)
+    source = store_of(kvstore, layouts, initializer=chosen)
+    for name in layouts:
+        source.set(name, asked[:1], torch.full((1, 5), 4.0))
+    save(kvstore, source, tmp_path / "ck")
+    # It has one table more, behind those that were saved, and not all of these are loaded.
+    server = store_of(kvstore, layouts | {"more": layout}, initializer=chosen | {"more": uniform})
+    kvstore.load(server, tmp_path / "ck", tables=(table,))
+    assert_bits(server.get(table, asked), source.get(table, asked), where=f"{table}: rows and initial weights")
+    # As the pages say: of a table that comes first here, and not there, and of another seed.
+    for where, other in (
+        ("another seed", store_of(kvstore, layouts, initializer=chosen, seed=8)),
+        ("another order", store_of(kvstore, {"x": layout} | layouts, initializer=chosen | {"x": uniform})),
+    ):
+        kvstore.load(other, tmp_path / "ck", tables=(table,))
+        assert_bits(other.get(table, asked[:1]), source.get(table, asked[:1]), where=f"{where}: a row")
+        is_same = bool((other.get(table, asked[1:]) == source.get(table, asked[1:])).any())
+        assert_equal(is_same, False, where=f"{where}: initial weights that are the same")
+        save(kvstore, _moved(kvstore, source, other), tmp_path / where)
+        assert_equal(
+            (tmp_path / where / FILE).read_bytes(), (tmp_path / "ck" / FILE).read_bytes(), where=f"{where}: files"
+        )
+
+
+def _moved(kvstore: Any, source: Any, other: Any) -> Any:
+    """A store of the source's rows and tables with the other's seed."""
+    made = store_of(kvstore, {name: source.layout(name) for name in source.tables}, seed=other.options.seed)
+    for name in source.tables:
+        made.set_rows(name, source.get_rows(name, source.ids(name)))
+    return made

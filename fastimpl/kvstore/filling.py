@@ -25,15 +25,14 @@ _SPOKEN_ROWS = regime(4096, 2)  # In memory at once where something is wrong.
 class WaitingRows:
     """See ``twinproof.kvstore.disk.PendingRows``."""
 
-    def __init__(self, store: KVStore, table: str, filling: KVFilling) -> None:
-        self._store, self._table, self._filling = store, table, filling
+    def __init__(self, table: str, filling: KVFilling) -> None:
+        self._table, self._filling = table, filling
 
     def publish(self) -> bool:
         status = self._filling.publish()
         if status == _REFUSED:
             return False
         check_status(status, self._table)
-        self._store.tell_written(self._table)
         return True
 
     def close(self) -> None:
@@ -74,7 +73,7 @@ def fill(
     filling = store.open_filling(table, len(rows), ahead)
     if filling is None:
         raise AllocationError("out of memory", got=None, expected="memory for rows", where=table)
-    waiting = WaitingRows(store, table, filling)
+    waiting = WaitingRows(table, filling)
     try:
         waiting.read(saved, range(rows.start, rows.stop, part_rows))
     except BaseException:

@@ -43,14 +43,17 @@ __all__ = [
     "check_part",
     "evict_for_load",
     "named",
+    "new_id_count",
     "part_after",
     "read_content",
+    "reserve_for_load",
     "summary_of",
 ]
 
 
 VERSION_KEY, CONTENT_KEY = "kvstore.version", "kvstore.content"
 FORMAT_VERSION = 4
+_VERSION_DIGITS = 9
 KINDS, FORMS = ("full", "delta"), ("rows", "separate")
 
 
@@ -98,17 +101,19 @@ class SavedContent:
 def read_content(metadata: Mapping[str, str], path: str) -> SavedContent:
     """Parse the metadata of any version, of the store at ``path``. Raises FormatError, VersionError, ConfigError."""
     text = metadata.get(VERSION_KEY)
-    if text is None or not text.isdecimal() or not int(text) >= 1:
-        raise FormatError("not a saved store", got=text, expected=f"{VERSION_KEY} in __metadata__", where=path)
+    # Of thousands of digits Python makes no int.
+    if text is None or not text.isdecimal() or len(text) > _VERSION_DIGITS or not int(text) >= 1:
+        got = text if text is None else text[:200]
+        raise FormatError("not a saved store", got=got, expected=f"{VERSION_KEY} in __metadata__", where=path)
     if int(text) > FORMAT_VERSION:
         raise VersionError(
             "saved by a newer version", got=int(text), expected=f"1 to {FORMAT_VERSION}", where=f"{path}: {VERSION_KEY}"
         )
     try:
         found = json.loads(metadata[CONTENT_KEY])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise FormatError(
-            "not the content of a saved store", got=str(error), expected=f"JSON under {CONTENT_KEY}", where=path
+            "not the content of a saved store", got=str(error)[:200], expected=f"JSON under {CONTENT_KEY}", where=path
         ) from None
     if not isinstance(found, dict):
         raise FormatError("not the content of a saved store", got=type(found).__name__, expected="dict", where=path)
@@ -123,7 +128,7 @@ def read_content(metadata: Mapping[str, str], path: str) -> SavedContent:
             steps={str(table): _step(count) for table, count in found.get("steps", {}).items()},
             version=int(text),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         expected = "layouts, fingerprints, bases and steps by table"
         raise FormatError(
             "not the content of a saved store", got=str(error)[:200], expected=expected, where=path
@@ -241,10 +246,12 @@ class Fingerprints:
 
     def set_loaded(self, table: str, name: str | None, part: LoadedPart | None = None) -> None:
         """Remember what the table was loaded from, and which part of it; None is something without a fingerprint."""
-        self._loaded[table] = name
+        # The name last: a handler of a signal may raise in between, and a part without its name is no base.
+        self._loaded[table] = None
         self._parts.pop(table, None)
         if name is not None:
             self._parts[table] = part
+        self._loaded[table] = name
 
     def forget(self, table: str) -> None:
         """The table has nothing left of what it was loaded from, if it ever was."""
@@ -456,6 +463,17 @@ def check_load_fits(store: RowStore, table: str, row_count: int) -> None:
         raise CapacityError("a load larger than the table", got=row_count, expected=f"<= {capacity}", where=table)
 
 
+def new_id_count(store: RowStore, table: str, ids: torch.Tensor) -> int:
+    """How many of distinct ids int64 [n] have no row."""
+    return int((~store.contains(table, ids)).sum())
+
+
+def reserve_for_load(store: RowStore, table: str, new_count: int, gone_count: int = 0) -> None:
+    """Make room for rows of so many new ids, less those that go first. Raises AllocationError, and nothing changed."""
+    row_count, capacity = store.size(table) + new_count - gone_count, store.options.capacities[table]
+    store.reserve(table, row_count if capacity is None else min(row_count, capacity))
+
+
 def evict_for_load(store: RowStore, table: str, ids: torch.Tensor) -> None:
     """Remove what a write of all ``ids`` (distinct int64 [n]) at once would evict: never one of them.
 
@@ -464,7 +482,7 @@ def evict_for_load(store: RowStore, table: str, ids: torch.Tensor) -> None:
     capacity = store.options.capacities[table]
     if capacity is None:
         return
-    excess = store.size(table) + int((~store.contains(table, ids)).sum()) - capacity
+    excess = store.size(table) + new_id_count(store, table, ids) - capacity
     if excess <= 0:
         return
     present = store.ids(table)

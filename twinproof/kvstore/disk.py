@@ -1,8 +1,8 @@
 """``save`` and ``load``: whole rows through the checkpoint component, re-cut by bucket, all or nothing.
 
-Prevents half-loaded stores: a load reads and checks every row that it is going to write before it writes the first.
-The second reading comes from the page cache; memory stays at one chunk. On disk, for each table, rows in bucket order
-and ids ascending inside a bucket::
+Prevents half-loaded stores: a load reads and checks every row that it is going to write, and makes room in all tables,
+before it writes the first. The second reading comes from the page cache; memory stays at one chunk. On disk, for each
+table, rows in bucket order and ids ascending inside a bucket::
 
     {table}.rows           U8  [N, row_bytes]     form "rows"
     {table}.weight         ..  [N, D]             form "separate", with {table}.metadata I64 [N, 1] and one
@@ -58,9 +58,11 @@ from twinproof.kvstore.deltas import (
     check_part,
     evict_for_load,
     named,
+    new_id_count,
     note_load,
     part_after,
     read_content,
+    reserve_for_load,
     summary_of,
 )
 from twinproof.kvstore.options import RowLayout, check_int, unpack_header
@@ -612,11 +614,17 @@ class StoreFiles:
         deltas are loaded so too. A delta that names no base (its store was at that mark neither saved nor loaded, or
         the format is older) loads anywhere: apply such deltas in the order in which they were saved. Timestamps, counts
         and the optimizer's step come from the file. The world may have another size than the one that saved. Every row
-        is checked before the first is written; values of other dtypes are rounded to nearest even. Files that are
+        is checked, and room is made in all tables, before the first is written: where memory is short, nothing has
+        changed, but for what ``load_state_dict`` names and for rows that a delta removes, which go first. Values of
+        other dtypes are rounded to nearest even. Who listens to the store is told behind the last row. Files that are
         replaced or deleted meanwhile are read as they were when the load began. In a table with a capacity the load is
         one batch: rows that it does not list make room for it. Each rank loads by itself and waits for no other, which
         does not hear of what it raises. A load of no bucket leaves a table that has rows what it was loaded from, and
         needs no base.
+
+        Ids without a row get the loading store's initial weights, which no file holds: give it the seed, initializer
+        and order of tables of the store that saved. One that loads a part of the tables has all of them, in that order,
+        or at least those before; ``tables`` names the part.
 
         A store that follows another by deltas and missed one begins anew with a full save and ``clear``: without it,
         ids that went from the other store since would stay, and no later delta names them.
@@ -675,9 +683,9 @@ class StoreFiles:
             check_present(saved.catalog, path)
             verify_catalog(saved.catalog, path, crc32)
         job = _Load(self._files, store, saved, names, begin, end, chunk_rows, weights_only, clear)
-        with ExitStack() as opened:
+        with ExitStack() as told, ExitStack() as opened:
             opened.enter_context(saved.held(names))
-            waiting, listed = job.read(opened)
+            waiting, listed = job.read(opened, gone)
             saved.catalog.check_unchanged()
             checked, mark, sizes = time.perf_counter(), store.mark(), {table: store.size(table) for table in names}
             # What an earlier load brought goes with ``clear``.
@@ -687,7 +695,12 @@ class StoreFiles:
             # What a delta removes goes first: it may be what makes room.
             deleted = {table: store.delete(table, ids) if ids.numel() else 0 for table, ids in gone.items()}
             counts = {}
+            # Behind all rows and the names of what was loaded: a listener may raise. What ends it leaves rows, too.
+            begun = list[str]()
+            told.callback(lambda: store.tell_written(*begun))
             for table in names:
+                if job.row_count(table):
+                    begun.append(table)
                 counts[table], cleared_count = job.write(table, waiting.get(table), listed.get(table))
                 deleted[table] += cleared_count
                 if not weights_only:
@@ -836,10 +849,21 @@ class _Load:
     weights_only: bool
     clear: bool
 
-    def read(self, opened: ExitStack) -> tuple[dict[str, PendingRows], dict[str, torch.Tensor]]:
-        """Rows that wait beside empty tables; and of all other tables the ids, where others go or make room."""
+    def row_count(self, table: str) -> int:
+        """How many rows it brings."""
+        first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
+        return behind - first
+
+    def read(
+        self, opened: ExitStack, gone: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, PendingRows], dict[str, torch.Tensor]]:
+        """Rows that wait beside empty tables; and of all other tables the ids, where others go or make room.
+
+        For these there is room then. ``gone``: by table, the ids that go before any is written, int64 [n].
+        """
         waiting: dict[str, PendingRows] = {}
         listed: dict[str, torch.Tensor] = {}
+        new_counts: dict[str, int] = {}
         for table in self.names:
             first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
             filled = None
@@ -849,22 +873,20 @@ class _Load:
             if filled is not None:
                 waiting[table] = opened.enter_context(closing(filled))
                 continue
-            listed[table] = self._ids(table)
-        for table in listed:
-            first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
-            if self.store.size(table) == 0:
-                self.store.reserve(table, behind - first)
+            listed[table], new_counts[table] = self._ids(table)
+        # Of all tables first: memory that is short between two chunks or tables would leave half of the load.
+        for table, new_count in new_counts.items():
+            reserve_for_load(self.store, table, new_count, int(self.store.contains(table, gone[table]).sum()))
         return waiting, listed
 
     def write(self, table: str, waiting: PendingRows | None, ids: torch.Tensor | None) -> tuple[int, int]:
         """Write one table's rows; how many, and how many others went. ``waiting`` or ``ids`` is what ``read`` found."""
         if waiting is not None and waiting.publish():
-            first, behind = self.saved.saved_table(table).rows_of(self.begin, self.end)
-            return behind - first, 0
+            return self.row_count(table), 0
         other_count = 0
         if self._needs_ids(table):
-            # Room is made now: who listens to the writes of another table may have written to this one since.
-            ids = self._ids(table) if ids is None else ids
+            # Room is made now: another thread may have written to this table since.
+            ids = self._ids(table)[0] if ids is None else ids
             if self.clear:
                 other_count = self.store.size(table) - int(self.store.contains(table, ids).sum())
             evict_for_load(self.store, table, ids)
@@ -872,7 +894,7 @@ class _Load:
         row_count = 0
         for some, rows in self._chunks(table):
             found = convert_rows(rows, source, target, weights_only=self.weights_only)
-            self.store.set_rows(table, found.contiguous())
+            self.store.set_rows(table, found.contiguous(), tell=False)
             row_count += some.numel()
         if not self.clear:
             return row_count, 0
@@ -885,11 +907,18 @@ class _Load:
         """Whether others go or make room."""
         return self.clear or self.store.options.capacities[table] is not None
 
-    def _ids(self, table: str) -> torch.Tensor:
-        """Reads and checks every row. The ids where others go or make room, else none: they would fill memory."""
-        is_needed = self._needs_ids(table)
-        ids = [ids for ids, _ in self._chunks(table) if is_needed]
-        return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *ids])
+    def _ids(self, table: str) -> tuple[torch.Tensor, int]:
+        """Reads and checks every row. The ids where others go or make room, else none: they would fill memory.
+
+        And how many of all ids have no row yet.
+        """
+        is_needed, new_count = self._needs_ids(table), 0
+        kept = [torch.zeros(0, dtype=torch.int64, device="cpu")]
+        for ids, _ in self._chunks(table):
+            new_count += new_id_count(self.store, table, ids)
+            if is_needed:
+                kept.append(ids)
+        return torch.cat(kept), new_count
 
     def _chunks(self, table: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self.files.chunks(self.saved, table, self.begin, self.end, self.chunk_rows)

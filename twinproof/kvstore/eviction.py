@@ -19,7 +19,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
@@ -56,25 +56,41 @@ def lock_over_forks(rank: int) -> threading.RLock:
     return lock
 
 
+def _keeping(lock: threading.RLock) -> Iterator[None]:
+    # A frame for each. What a handler of a signal raises as the lock is had finds it inside of its ``with``, and who
+    # closes the frame, or loses it, lets go of the lock if it is held, and never of another's hold on it.
+    with lock:
+        yield
+
+
 def _hold() -> None:
-    _held.locks = []
+    if vars(_held).get("is_whole"):
+        return
+    # Some are held, where a handler of a signal raised: who waited for others now would wait out of turn.
+    _release()
     # A copy: others make and lose locks meanwhile.
     for key in sorted(_locks):
         found = _locks.get(key)
         lock = None if found is None else found()
         if lock is not None:
-            lock.acquire()
-            _held.locks.append(lock)
+            keeper = _keeping(lock)
+            vars(_held).setdefault("keepers", []).append(keeper)
+            next(keeper)
+    _held.is_whole = True
 
 
 def _release() -> None:
-    held, _held.locks = getattr(_held, "locks", []), []
-    for lock in reversed(held):
-        lock.release()
+    _held.is_whole = False
+    keepers = vars(_held).get("keepers", [])
+    while keepers:
+        keepers[-1].close()
+        keepers.pop()
 
 
-# By name: what they do is looked up when a process is forked. In the child the thread that forked is the same.
-os.register_at_fork(before=lambda: _hold(), after_in_parent=lambda: _release(), after_in_child=lambda: _release())
+# Twice: Python forks the process whatever a handler of a signal raises in one, and the other then does all. By name:
+# what they do is looked up when a process is forked. In the child the thread that forked is the same.
+for _ in range(2):
+    os.register_at_fork(before=lambda: _hold(), after_in_parent=lambda: _release(), after_in_child=lambda: _release())
 
 
 class EvictionRound:

@@ -41,6 +41,7 @@ from twinproof.kvstore.rows import (
     RowSource,
     RowStore,
     check_row_range,
+    check_trained,
     chosen_buckets,
     places_of,
     rank_buckets,
@@ -92,9 +93,7 @@ class _StoreRows(torch.nn.Module):
         if not hasattr(store, "tables"):
             raise ConfigError("not a store", got=type(store).__name__, expected="a KVStore", where="store")
         self.store, self.table = store, table_of(store.tables, table)
-        if store.layout(self.table).optimizer == "none":
-            got, expected = store.layout(self.table), "an optimizer in the row"
-            raise ConfigError("the rows of this table have no optimizer", got=got, expected=expected, where=self.table)
+        check_trained(store, self.table)
         # What the first step or the first state dict would refuse.
         Hyper(lr=lr, eps=eps, beta1=beta1, beta2=beta2)
         chosen_buckets(buckets)

@@ -218,8 +218,8 @@ class RowLayout:
             states = {name: _DTYPES[dtype] for name, dtype in content.pop("state_dtypes").items()}
             weight = _DTYPES[content.pop("weight_dtype")]
             layout = cls(content.pop("embedding_dim"), weight, content.pop("optimizer"), states)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            got, where = f"{text[:200]} ({type(error).__name__}: {error})", "row layout"
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            got, where = f"{str(text)[:200]} ({type(error).__name__}: {error})", "row layout"
             raise FormatError(
                 "not a row layout", got=got, expected="the JSON that to_json wrote", where=where
             ) from None
@@ -408,6 +408,8 @@ def float32(value: float) -> float:
 @dataclass(frozen=True)
 class Initializer:
     """The weight of an id that was never written: a pure function of (seed, table index, id, element).
+
+    The index is the table's place among those of its store. Saves hold neither: who loads one has to give both.
 
     ``kind`` "zeros", or "uniform" from low to high. All arithmetic on 64-bit words wraps; ``>>`` is logical;
     ``mix`` is the finaliser of splitmix64::

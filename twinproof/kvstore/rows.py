@@ -57,6 +57,7 @@ __all__ = [
     "check_out",
     "check_remembered",
     "check_row_range",
+    "check_trained",
     "chosen_buckets",
     "convert_rows",
     "nearest_bucket_of",
@@ -167,12 +168,14 @@ def check_buckets(ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> 
     found = bucket_of(ids, buckets)
     outside = ids[(found < begin) | (found >= end)]
     if outside.numel():
-        raise ConfigError(
-            "ids of other buckets", got=outside[:10].tolist(), expected=f"buckets {begin} to {end}", where="ids"
-        )
+        cut = f"of the {buckets.total_count} that buckets= names, of save, state_dict or pipeline.key_value alike"
+        expected = f"buckets {begin} to {end}, the end left out, {cut}"
+        message = "ids of other buckets than this process has"
+        raise ConfigError(message, got=outside[:10].tolist(), expected=expected, where="ids")
 
 
 SOURCES = "a KVStore, a snapshot or SavedRows"
+IN_ROW = "RowLayout(..., optimizer=...) in a KVStore(..., optimizer_in_row=True)"
 ID_MIN, ID_MAX = -(2**63), 2**63 - 1
 
 
@@ -396,7 +399,8 @@ class RowSource:
         """Where a state lies in the row. Raises ConfigError when the stored row has no such state."""
         slots = self.layout(table).state_slots
         if not isinstance(state, str) or state not in slots:
-            raise ConfigError("the row holds no such state", got=state, expected=sorted(slots), where=table)
+            expected = sorted(slots) or f"a state: {IN_ROW}"
+            raise ConfigError("the row holds no such state", got=state, expected=expected, where=table)
         return slots[state]
 
     def _ids(self, ids: torch.Tensor) -> torch.Tensor:
@@ -436,7 +440,9 @@ class RowSource:
             result = torch.empty(shape, dtype=layout.weight_dtype, device=checked.device)
             result[used:] = 0
         end = HEADER_BYTES + layout.weight_bytes
-        self._read(table, checked[:used], HEADER_BYTES, end, result[:used].view(torch.uint8))
+        # Memory of a caller's may have any strides where it has one row or column, or no row.
+        raw = result[:used].view(torch.uint8) if out is None else as_bytes(out[:used])
+        self._read(table, checked[:used], HEADER_BYTES, end, raw)
         return result
 
     def get_rows(
@@ -576,6 +582,16 @@ class TrackedSource(RowSource):
         self.close()
 
 
+def check_trained(source: RowSource, table: str) -> None:
+    """Demand that the table's rows have an optimizer. Raises ConfigError."""
+    if source.layout(table).optimizer == "none":
+        got = "none"
+        if isinstance(source, TrackedSource):
+            asked, is_in_row = source.options.layouts[table].optimizer, source.options.optimizer_in_row
+            got = f"RowLayout(..., optimizer={asked!r}), optimizer_in_row={is_in_row}"
+        raise ConfigError("this table's rows have no optimizer", got=got, expected=IN_ROW, where=table)
+
+
 class Snapshot(TrackedSource):
     """A point in time: the rows of one moment, which later writes do not change; a context manager."""
 
@@ -600,12 +616,16 @@ class RowStore(TrackedSource, ABC):
         """The clock's seconds, mod 2**32."""
 
     @abstractmethod
-    def set_rows(self, table: str, rows: torch.Tensor) -> None:
+    def set_rows(self, table: str, rows: torch.Tensor, *, tell: bool = True) -> None:
         """Write whole rows by the keys in their headers."""
 
     @abstractmethod
-    def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
+    def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, *, tell: bool = True) -> None:
         """Write values of any dtype at a byte of the rows; headers of rows that exist stay."""
+
+    @abstractmethod
+    def tell_written(self, *tables: str) -> None:
+        """Call who listens to the writes of these tables; behind writes without ``tell`` their caller does."""
 
     @abstractmethod
     def set_metadata(self, table: str, ids: torch.Tensor, words: torch.Tensor) -> None:
@@ -639,10 +659,12 @@ def check_convertible(source: RowLayout, target: RowLayout, *, weights_only: boo
     same = set(source.state_slots) == set(target.state_slots)
     same = same and (not source.state_slots or source.optimizer == target.optimizer)
     if not same and not weights_only:
+        # The store may have been asked for one, which it then keeps in no row.
+        expected = f"{target.optimizer}, or {IN_ROW}" if target.optimizer == "none" else target.optimizer
         raise ConfigError(
             "other optimizer state than the store's rows; weights_only=True loads weights alone",
             got=source.optimizer,
-            expected=target.optimizer,
+            expected=expected,
             where=where,
         )
 

@@ -33,7 +33,7 @@ from twinproof.errors import (
     check_flags,
     sendable,
 )
-from twinproof.kvstore.deltas import DeltaStore, check_load_fits, evict_for_load
+from twinproof.kvstore.deltas import DeltaStore, check_load_fits, evict_for_load, new_id_count, reserve_for_load
 from twinproof.kvstore.options import RowLayout, check_ids, check_int
 from twinproof.kvstore.rows import (
     Buckets,
@@ -394,12 +394,6 @@ def _rows(
     return assemble_rows(target, ids, words, {"weight": _part(incoming.weight, start, length), **values})
 
 
-def _row_count_after(store: RowStore, table: str, ids: torch.Tensor) -> int:
-    row_count = store.size(table) + int((~store.contains(table, ids)).sum())
-    capacity = store.options.capacities[table]
-    return row_count if capacity is None else min(row_count, capacity)
-
-
 def _remove_others(store: RowStore, table: str, ids: torch.Tensor) -> None:
     """Remove the rows of all ids but these, int64 [n]."""
     present = store.ids(table)
@@ -410,12 +404,16 @@ def load_state_dict(
     store: DeltaStore,
     engine: RowEngine,
     state: Mapping[str, Any],
+    begun: list[str],
     *,
     weights_only: bool,
     tables: tuple[str, ...] | None,
     clear: bool,
 ) -> dict[str, int]:
-    """See ``KVStore.load_state_dict``; rows go to the engine: who listens is told when all are there."""
+    """See ``KVStore.load_state_dict``; rows go to the engine: who listens is told when all are there.
+
+    ``begun`` gets the names of the tables whose rows are written, each before its first.
+    """
     check_flags(weights_only=weights_only, clear=clear)
     if not isinstance(state, Mapping):
         raise UnsupportedError("not a state dict", got=type(state).__name__, expected="a mapping", where="state")
@@ -426,7 +424,7 @@ def load_state_dict(
         _check(store, incoming, table)
     # Room for all of them first: memory that is short between two chunks would leave some rows new and some old.
     for table, incoming in found.items():
-        engine.reserve(table, _row_count_after(store, table, incoming.ids))
+        reserve_for_load(store, table, new_id_count(store, table, incoming.ids))
     # One moment for the rows of all chunks and tables that bring none.
     now = store.now()
     moments: dict[int, Snapshot] = {}
@@ -438,6 +436,7 @@ def load_state_dict(
         for table, incoming in kept.items():
             # What it was loaded from before is no base of deltas any more.
             store.fingerprints.set_loaded(table, None)
+            begun.append(table)
             evict_for_load(store, table, incoming.ids)
             for start, length in incoming.chunks():
                 rows = _rows(store, table, incoming, start, length, now=now, weights_only=weights_only)
@@ -455,9 +454,11 @@ class KVLoadPlanner(FillingPlanner):
 
     Load ``{table}.weight_id`` first, as a plain tensor; views of these ids are then the targets for all else. Where the
     store has the very rows of the checkpoint, ``store.state_dict(snapshot=False)`` is the target as it is: its ids and
-    bucket counts are compared. Nothing is written before all of this rank was read and compared: a load that is refused
-    leaves the store as it was. In a table with a capacity the load is one batch. Memory is that of all rows, once more.
-    ``load`` is bounded by a chunk.
+    bucket counts are compared. Nothing is written before all of this rank was read and compared, and room was made in
+    all tables: a load that is refused, or whose rows memory is short for, leaves the store as it was, but for what a
+    live snapshot's copies or a capacity lack, as in ``load_state_dict``. Who listens to the store is told behind the
+    last row. In a table with a capacity the load is one batch. Memory is that of all rows, once more. ``load`` is
+    bounded by a chunk.
 
     Raises:
         UnsupportedError: views of a moment, which nothing can be loaded into. PlanError: other numbers of rows or
@@ -537,16 +538,23 @@ class KVLoadPlanner(FillingPlanner):
 
     def _write(self) -> None:
         """Write all that waits: rows, then timestamps and counts of the rows that are there by then, then steps."""
+        written = _written_ids(view for view, _, _ in self._waiting)
+        # Room for all of them first: memory that is short between two views would leave states of two moments in a row.
+        for store, table, ids in written:
+            reserve_for_load(store, table, new_id_count(store, table, ids))
         for view, _, _ in self._waiting:
             if isinstance(view, KVTensor):
                 # As a load of a state dict: a delta finds its base here no more.
                 cast("DeltaStore", view.source).fingerprints.set_loaded(view.table, None)
-        # The chunks are one batch: none evicts the rows of another.
-        for store, table, ids in _written_ids(view for view, _, _ in self._waiting):
-            evict_for_load(store, table, ids)
-        for view, first, rows in sorted(self._waiting, key=lambda waiting: _turn(waiting[0])):
-            view.accept(first, rows.contiguous())
-        self._waiting = []
+        with ExitStack() as told:
+            for store, table, _ in reversed(written):
+                told.callback(store.tell_written, table)
+            # The chunks are one batch: none evicts the rows of another.
+            for store, table, ids in written:
+                evict_for_load(store, table, ids)
+            for view, first, rows in sorted(self._waiting, key=lambda waiting: _turn(waiting[0])):
+                view.accept(first, rows.contiguous())
+            self._waiting = []
 
 
 def _written_ids(views: Iterable[LazyRows]) -> list[tuple[RowStore, str, torch.Tensor]]:

@@ -6,10 +6,11 @@ An engine of one thread is made safe for many by ``LockedRows``; ``sort_ids_by_b
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -44,6 +45,7 @@ from twinproof.kvstore.rows import (
     RowEngine,
     Snapshot,
     TrackedReader,
+    check_trained,
     places_of,
     without_padding,
 )
@@ -152,31 +154,36 @@ class KVStore(DeltaStore):
         self.fingerprints = Fingerprints()
         # No two updates take one number. An engine takes a table's updates in turn anyway.
         self._step_locks = {table: lock_over_forks(STEP) for table in options.rows}
-        self._listeners: tuple[Callable[[str], None], ...] = ()
-        self._step_listeners: tuple[Callable[[str], None], ...] = ()
+        # By numbers that ascend. Another thread, or a handler of a signal, may add and remove at any moment: each does
+        # so by one call of a dictionary, and nothing is read and written back.
+        self._listener_numbers = itertools.count()
+        self._listeners: dict[int, Callable[[str], None]] = {}
+        self._step_listeners: dict[int, Callable[[str], None]] = {}
 
     def add_listener(self, listener: Callable[[str], None], *, steps: bool = False) -> None:
         """Call ``listener(table)`` after every write that may have inserted rows, in the writing thread.
 
-        With ``steps`` after every ``apply_gradients`` instead. What a listener raises, the verb raises when all were
-        called; what it wrote stays. Raises ConfigError for what cannot be called.
+        With ``steps`` after every ``apply_gradients`` instead. A load of any kind calls it once for each table, behind
+        all rows of all tables. What a listener raises, the verb raises when all were called; what it wrote stays.
+        Raises ConfigError for what cannot be called.
         """
         check_flags(steps=steps)
         if not callable(listener):
             raise ConfigError("not a listener", got=listener, expected="a callable of one table", where="listener")
-        if steps:
-            self._step_listeners = (*self._step_listeners, listener)
-        else:
-            self._listeners = (*self._listeners, listener)
+        (self._step_listeners if steps else self._listeners)[next(self._listener_numbers)] = listener
 
     def remove_listener(self, listener: Callable[[str], None]) -> None:
         """Undo ``add_listener``; one that is not there is passed over."""
-        self._listeners = tuple(known for known in self._listeners if known != listener)
-        self._step_listeners = tuple(known for known in self._step_listeners if known != listener)
+        for listeners in (self._listeners, self._step_listeners):
+            for number, known in listeners.copy().items():
+                if known == listener:
+                    listeners.pop(number, None)
 
-    def tell_written(self, table: str) -> None:
-        """Call the listeners, also behind one that raises; every verb that may have inserted rows does."""
-        _tell(self._listeners, table)
+    def tell_written(self, *tables: str) -> None:
+        """Call the listeners for each table, also behind one that raises; verbs that may have inserted rows do."""
+        with ExitStack() as told:
+            for table in reversed(tables):
+                told.callback(_tell, self._listeners, table)
 
     def now(self) -> int:
         """The clock's seconds, mod 2**32. Raises ConfigError where it tells none."""
@@ -208,17 +215,20 @@ class KVStore(DeltaStore):
         self._engine.write(table, checked[:used], as_bytes(values[:used]), HEADER_BYTES, self.now(), visit=True)
         self.tell_written(table)
 
-    def set_rows(self, table: str, rows: torch.Tensor) -> None:
+    def set_rows(self, table: str, rows: torch.Tensor, *, tell: bool = True) -> None:
         """Write whole rows, uint8 [n, row_bytes]. The id is the key in each row's header.
 
-        Timestamps and counts are taken from the rows; ``used`` is set in the store; padding is stored as zero.
+        Timestamps and counts are taken from the rows; ``used`` is set in the store; padding is stored as zero. Without
+        ``tell`` no listener is called: who writes in chunks calls ``tell_written`` behind the last.
 
         Raises:
             CapacityError, ConfigError, ShapeError, UnsupportedError.
         """
+        check_flags(tell=tell)
         checked = check_rows(rows, self.layout(table).row_bytes, places=self.places)
         self._engine.write_rows(table, checked)
-        self.tell_written(table)
+        if tell:
+            self.tell_written(table)
 
     def set_state(self, table: str, name: str, ids: torch.Tensor, values: torch.Tensor) -> None:
         """Write one optimizer state, [n, count] in its dtype. Headers of rows that exist stay; of duplicates the last
@@ -232,12 +242,13 @@ class KVStore(DeltaStore):
         self._engine.write(table, checked, raw, slot.offset_bytes, self.now(), visit=False)
         self.tell_written(table)
 
-    def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int) -> None:
+    def place(self, table: str, ids: torch.Tensor, values: torch.Tensor, begin: int, *, tell: bool = True) -> None:
         """Write values [n, w] of any dtype at byte ``begin`` of the rows, as ``set_state`` does; for views.
 
-        Padding among these bytes stays zero. Values are on the CPU, strided any way. Raises ConfigError, ShapeError,
-        UnsupportedError, CapacityError.
+        Padding among these bytes stays zero. Values are on the CPU, strided any way. ``tell``: see ``set_rows``. Raises
+        ConfigError, ShapeError, UnsupportedError, CapacityError.
         """
+        check_flags(tell=tell)
         checked, raw = check_ids(ids), as_bytes(check_strided(values, "values"))
         if raw.shape[0] != checked.numel():
             raise ShapeError(
@@ -250,7 +261,8 @@ class KVStore(DeltaStore):
             raise ShapeError("not a range of the row's values", got=got, expected=expected, where=table)
         clean = without_padding(layout, raw, begin)
         self._engine.write(table, checked, clean, begin, self.now(), visit=False)
-        self.tell_written(table)
+        if tell:
+            self.tell_written(table)
 
     def set_scores(self, table: str, ids: torch.Tensor, scores: torch.Tensor) -> None:
         """Set the scores of rows that exist, float32 [n]; signs are dropped, missing ids are passed over.
@@ -297,10 +309,7 @@ class KVStore(DeltaStore):
                 UnsupportedError.
         """
         layout, checked = self.layout(table), check_ids(ids, places=self.places)
-        if layout.optimizer == "none":
-            raise ConfigError(
-                "this table's rows have no optimizer", got=layout, expected="an optimizer in the row", where=table
-            )
+        check_trained(self, table)
         values = check_matrix(grads, checked.numel(), layout.embedding_dim, _FLOATS, "grads", places_of(checked))
         floats, now = values.to(torch.float32), self.now()
         with self._step_locks[table]:
@@ -485,10 +494,14 @@ class KVStore(DeltaStore):
             of it; plain tensors of states do not, as long as their shapes are right. UnsupportedError: dtypes that are
             no weights, states or metadata. CapacityError: more rows than a table may hold.
         """
-        found = load_state_dict(self, self._engine, state, weights_only=weights_only, tables=tables, clear=clear)
-        for table in found:
-            self.tell_written(table)
-        return found
+        begun: list[str] = []
+        try:
+            return load_state_dict(
+                self, self._engine, state, begun, weights_only=weights_only, tables=tables, clear=clear
+            )
+        finally:
+            # What ends it in the middle leaves rows, too.
+            self.tell_written(*begun)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
@@ -499,12 +512,12 @@ class KVStore(DeltaStore):
         return self
 
 
-def _tell(listeners: Sequence[Callable[[str], None]], table: str) -> None:
+def _tell(listeners: Mapping[int, Callable[[str], None]], table: str) -> None:
     if not listeners:
         return
     # What one raises is raised when all were called: an evictor hears of a write behind a user's listener that fails.
     with ExitStack() as told:
-        for listener in reversed(listeners):
+        for listener in reversed(dict(listeners).values()):
             told.callback(listener, table)
 
 

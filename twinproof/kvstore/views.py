@@ -649,13 +649,16 @@ class KVTensor(LazyRows):
             check_keys(plain, checked, self.table)
         if self.read_only:
             return checked.numel()
+        self._write(plain, checked, tell=True)
+        return 0
+
+    def _write(self, values: torch.Tensor, ids: torch.Tensor, *, tell: bool) -> None:
         # Whatever is not read-only is a store.
         store = cast("RowStore", self.source)
         if self.view_name == "row":
-            store.set_rows(self.table, plain)
+            store.set_rows(self.table, values, tell=tell)
         else:
-            store.place(self.table, checked, plain, self._range[0])
-        return 0
+            store.place(self.table, ids, values, self._range[0], tell=tell)
 
     def in_memory(self, dtype: torch.dtype | None = None) -> LazyRows:
         """See ``LazyRows``; without another dtype a read-only view of the same name."""
@@ -695,12 +698,12 @@ class KVTensor(LazyRows):
             check_keys(rows, self._ids[start : start + rows.shape[0]], self.table)
 
     def accept(self, start: int, rows: torch.Tensor) -> None:
-        """Write rows that a load found, as ``set_range`` does; the metadata of rows that are there, too."""
+        """Write rows that a load found; the metadata of rows that are there, too. The load calls who listens."""
+        ids = self._ids[start : start + rows.shape[0]]
         if self.view_name == "metadata":
-            ids = self._ids[start : start + rows.shape[0]]
             cast("RowStore", self.source).set_metadata(self.table, ids, rows)
-        else:
-            self.set_range(0, start, rows.shape[0], rows)
+        elif not self.read_only:
+            self._write(rows, ids, tell=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._source is not None and self._description is None:

@@ -103,7 +103,8 @@ class EmbeddingConfig:
     """One table whose rows are looked up one by one, as torchrec names its parts.
 
     Args:
-        num_embeddings: rows E; ids are 0 to E - 1. Not used by a key-value table, whose ids are any int64.
+        num_embeddings: rows E; ids are 0 to E - 1. Not used by a key-value table, whose ids are any int64: any number
+            will do, 1 too.
         embedding_dim: columns D, any number from 1.
         name: of the table.
         data_type: FP32, FP16 or BF16, or torch's float32, float16 or bfloat16.
@@ -308,7 +309,13 @@ def embedding_names(tables: Sequence[EmbeddingConfig]) -> list[str]:
 
 
 def initial_weight(table: EmbeddingConfig, device: Any = None) -> torch.Tensor:
-    """The first weights, [E, D], as ``init_fn`` makes them."""
+    """The first weights, [E, D], as ``init_fn`` makes them. Raises ConfigError for more bytes than torch counts."""
+    size_bytes = table.num_embeddings * table.embedding_dim * table.dtype.itemsize
+    if size_bytes >= 2**63:
+        # Torch would say that a storage size overflowed, and not whose.
+        expected = "fewer than 2**63 bytes; of a key_value table num_embeddings is not used, and may be any number"
+        got = f"{table.num_embeddings} x {table.embedding_dim} of {table.dtype}"
+        raise ConfigError("more weights than a tensor may have", got=got, expected=expected, where=table.name)
     weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=table.dtype, device=device)
     return weight if weight.is_meta else initialized(table, weight)
 

@@ -456,10 +456,10 @@ class KeyValueBags:
     def __init__(
         self, rows: StoreRows, table: EmbeddingBagConfig, optimizer: InBackwardOptimizer, engine: Lookup
     ) -> None:
-        layout = rows.store.layout(table.name)
+        layout, kind = rows.store.layout(table.name), optimizer.config.kind
         found = (layout.embedding_dim, layout.weight_dtype, layout.optimizer)
-        expected = (table.embedding_dim, table.dtype, optimizer.config.kind)
-        if found != expected:
+        if found != (table.embedding_dim, table.dtype, kind):
+            expected = f"{(table.embedding_dim, table.dtype, kind)}, of a KVStore(..., optimizer_in_row=True)"
             raise ConfigError("the store's rows are not this table's", got=found, expected=expected, where=table.name)
         self.rows, self.table, self.fused_optimizer, self._engine = rows, table, optimizer, engine
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from conformance.harness import mutated, patched, swap
@@ -36,28 +35,46 @@ threads_without_the_mode = patched(
     kills="CKPT-641",
 )
 
-_PAUSED = "fastimpl.checkpoint.pause:collector_paused"
+_PAUSED, _PAUSES = "fastimpl.checkpoint.pause:collector_paused", "fastimpl.checkpoint.pause:_Pauses"
+_GOING = "fastimpl.checkpoint.pause:_pauses.going"
 
 collector_stays_off = patched(
     "The collector goes on only behind what succeeds.",
-    mutated(_PAUSED, "finally:", "except BaseException:\n        _pauses.count -= 1\n        raise\n    else:"),
+    mutated(
+        _PAUSED, "finally:", "except BaseException:\n        _pauses.going.discard(pause)\n        raise\n    else:"
+    ),
     kills="CKPT-723",
 )
 collector_goes_on = patched(
     "Behind a save or a load the collector is on, whatever it was.",
-    mutated(_PAUSED, " and _pauses.was_enabled", ""),
+    mutated(f"{_PAUSES}.end", " and self.was_enabled", ""),
     kills="CKPT-723",
 )
 collector_of_the_last = patched(
     "Of two that run at a time the later one finds the collector off, and leaves it so.",
-    swap("fastimpl.checkpoint.pause:_pauses.lock", nullcontext()),
-    mutated(_PAUSED, "if _pauses.count == 1:", "if True:"),
+    mutated(f"{_PAUSES}.begin", "if not self.going:", "if True:"),
     kills="CKPT-723",
 )
 
 paused_in_children = patched(
     "A pause of the collector goes on in a process that is forked in it.",
-    mutated("fastimpl.checkpoint.pause:_Pauses.end_in_a_child", "if self.count and self.was_enabled:", "if False:"),
+    mutated(f"{_PAUSES}.end_in_a_child", "if self.going and self.was_enabled:", "if False:"),
     kills="CKPT-861",
+    of="fastimpl",
+)
+
+
+collector_off_before_it_counts = patched(
+    "The collector is off before anybody knows that it has to go on again.",
+    swap(_GOING, set()),  # What is left in it is no part of later tests.
+    mutated(_PAUSED, "try:\n        _pauses.begin(pause)\n", "_pauses.begin(pause)\n    try:\n"),
+    kills="CKPT-993",
+    of="fastimpl",
+)
+collector_ends_once = patched(
+    "What a handler of a signal ends behind a load leaves the collector off.",
+    swap(_GOING, set()),
+    mutated(_PAUSED, "_pauses.end(pause)\n            raise", "raise"),
+    kills="CKPT-993",
     of="fastimpl",
 )

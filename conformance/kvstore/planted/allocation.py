@@ -82,8 +82,8 @@ no_room_for_what_clears = patched(
     "A load that clears makes no room in all of its tables before it writes to the first.",
     mutated(
         "twinproof.kvstore.statedict:load_state_dict",
-        "engine.reserve(table, _row_count_after(store, table, incoming.ids))",
-        "clear or engine.reserve(table, _row_count_after(store, table, incoming.ids))",
+        "reserve_for_load(store, table, new_id_count(store, table, incoming.ids))",
+        "clear or reserve_for_load(store, table, new_id_count(store, table, incoming.ids))",
     ),
     kills="KV-418",
 )

@@ -81,3 +81,14 @@ def step_counted_before_the_clock(original: Any, store: Any, table: str, *argume
     if len(arguments) > 3:
         store.set_step_count(table, arguments[3])
     original(store, table, *arguments, **options)
+
+
+callers_memory_as_dense = patched(
+    "Weights are read into a caller's memory as if it had the strides of dense rows.",
+    mutated(
+        "twinproof.kvstore.rows:RowSource.get",
+        "result[:used].view(torch.uint8) if out is None else as_bytes(out[:used])",
+        "result[:used].view(torch.uint8)",
+    ),
+    kills="KV-487",
+)

@@ -247,3 +247,22 @@ reads_of_held_files_have_the_systems_error = patched(
     mutated("twinproof.kvstore.disk:SavedRows.held", "(CorruptionError, OSError)", "CorruptionError"),
     kills="KV-491",
 )
+versions_of_any_length = patched(
+    "A version is read whatever its length is.",
+    mutated("twinproof.kvstore.deltas:read_content", "len(text) > _VERSION_DIGITS", "False"),
+    kills="KV-488",
+)
+content_of_any_depth = patched(
+    "Content that is nested too deeply is left to Python.",
+    mutated("twinproof.kvstore.deltas:read_content", "(KeyError, ValueError, RecursionError)", "KeyError"),
+    kills="KV-488",
+)
+layouts_of_any_depth = patched(
+    "A layout that is nested too deeply is left to Python.",
+    mutated(
+        "twinproof.kvstore.options:RowLayout.from_json",
+        "ValueError, RecursionError)",
+        "ValueError)",
+    ),
+    kills="KV-488",
+)

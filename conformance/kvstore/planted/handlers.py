@@ -46,3 +46,33 @@ failed_clears_are_loads = patched(
     mutated("twinproof.kvstore.deltas:Fingerprints.forgetting", "if is_known:", "if True:"),
     kills="KV-474",
 )
+names_before_their_parts = patched(
+    "What a table was loaded from is noted before which part of it.",
+    mutated(
+        "twinproof.kvstore.deltas:Fingerprints.set_loaded",
+        "self._loaded[table] = None\n",
+        "self._loaded[table] = name\n",
+    ),
+    kills="KV-482",
+)
+listeners_written_back = patched(
+    "Who removes a listener writes back those that there were when it began.",
+    mutated(
+        f"{_STORE}.remove_listener",
+        "for number, known in listeners.copy().items():\n            if known == listener:\n"
+        "                listeners.pop(number, None)",
+        "kept = {number: known for number, known in listeners.copy().items() if known != listener}\n"
+        "        listeners.clear()\n        listeners.update(kept)",
+    ),
+    kills="KV-483",
+)
+numbers_of_listeners_repeat = patched(
+    "A listener takes the place of one that another thread adds meanwhile.",
+    mutated(
+        f"{_STORE}.add_listener",
+        "(self._step_listeners if steps else self._listeners)[next(self._listener_numbers)] = listener",
+        "chosen = self._step_listeners if steps else self._listeners\n    number = max(chosen, default=0) + 1\n"
+        "    chosen[number] = listener",
+    ),
+    kills="KV-483",
+)

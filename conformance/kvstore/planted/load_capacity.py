@@ -73,8 +73,8 @@ room_is_made_for_what_was_there = patched(
     "A table that was empty when it was read makes no room, whatever was written to it since.",
     mutated(
         "twinproof.kvstore.disk:_Load.write",
-        "self._ids(table) if ids is None else ids",
-        "self._ids(table)[:0] if ids is None else ids",
+        "self._ids(table)[0] if ids is None else ids",
+        "self._ids(table)[0][:0] if ids is None else ids",
     ),
     kills="KV-363",
     of="fastimpl",

@@ -142,3 +142,19 @@ some_scores_are_enough = patched(
     ),
     kills="KV-316",
 )
+
+
+seeds_by_the_number_of_tables = patched(
+    "Initial weights depend on how many tables the store has.",
+    mutated("twinproof.kvstore.store:KVStore.__init__", "seed=seed,", "seed=seed + len(layouts),"),
+    kills="KV-490",
+)
+seeds_in_files = patched(
+    "A save writes the seed of its store.",
+    mutated(
+        "twinproof.kvstore.disk:StoreFiles.save",
+        "writer_with(content.metadata() | named_by_user)",
+        'writer_with(content.metadata() | {"seed": str(store.options.seed)} | named_by_user)',
+    ),
+    kills="KV-490",
+)

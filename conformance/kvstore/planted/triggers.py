@@ -44,8 +44,8 @@ other_listeners_removed = patched(
     "To remove a listener of steps removes the others.",
     mutated(
         "twinproof.kvstore.store:KVStore.remove_listener",
-        "in self._step_listeners if known != listener",
-        "in self._step_listeners if known == listener",
+        "if known == listener:",
+        "if (known == listener) != (listeners is self._step_listeners):",
     ),
     kills="KV-236",
 )
@@ -110,7 +110,7 @@ nobody_hears_of_views = patched(
 )
 nobody_hears_of_state_dicts = patched(
     "Rows of a state dict are told to nobody.",
-    mutated("twinproof.kvstore.store:KVStore.load_state_dict", "self.tell_written(table)", "pass"),
+    mutated("twinproof.kvstore.store:KVStore.load_state_dict", "self.tell_written(*begun)", "pass"),
     kills="KV-282",
 )
 removals_are_told = patched(
@@ -127,16 +127,16 @@ removals_are_told = patched(
 @fault(kills="KV-310", at="twinproof.kvstore.store:KVStore.tell_written")
 def listeners_of_the_moment(original: Any, store: Any, table: str) -> None:
     """Who was removed while others were told is not told any more."""
-    for listener in store._listeners:
-        if listener in store._listeners:
+    for listener in tuple(store._listeners.values()):
+        if listener in store._listeners.values():
             listener(table)
 
 
 @fault(kills="KV-310", at="twinproof.kvstore.store:KVStore.remove_listener")
 def removed_from_one_list(original: Any, store: Any, listener: Any) -> None:
     """A listener of writes that is removed goes on listening for steps."""
-    kept = store._step_listeners
-    is_found = listener in store._listeners
+    kept = store._step_listeners.copy()
+    is_found = listener in store._listeners.values()
     original(store, listener)
     if is_found:
         store._step_listeners = kept
@@ -177,7 +177,7 @@ nobody_behind_one_that_raises = patched(
     mutated(
         "twinproof.kvstore.store:_tell",
         "told.callback(listener, table)",
-        "told.callback(lambda: None)\n    for listener in listeners:\n        listener(table)",
+        "told.callback(lambda: None)\n    for listener in dict(listeners).values():\n        listener(table)",
     ),
     kills="KV-433",
 )

@@ -63,8 +63,8 @@ rows_of_another_optimizer = patched(
     "A store is taken whatever states its rows have.",
     mutated(
         "twinproof.pipeline.modules:KeyValueBags.__init__",
-        "table.dtype, optimizer.config.kind)",
-        "table.dtype, layout.optimizer)",
+        "if found != (table.embedding_dim, table.dtype, kind):",
+        "if found != (table.embedding_dim, table.dtype, layout.optimizer):",
     ),
     kills="PIPE-486",
 )
