@@ -150,11 +150,12 @@ def test_failing_long_state_dict(kvstore: Any, table: str) -> None:
 
 @requirement(
     "KV-122",
-    "Where an allocation fails within a load, each row MUST be the old one or the new one, the store MUST go on, and "
-    "loading again MUST complete it.",
+    "Where an allocation fails within a load, beside a snapshot too, each row MUST be the old one or the new one, the "
+    "store MUST go on, and loading again MUST complete it.",
     needs=("injected_allocation_failure",),
 )
-def test_failing_load(kvstore: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("snapshot_count", [0, 1])
+def test_failing_load(kvstore: Any, tmp_path: Path, snapshot_count: int) -> None:
     source = filled(kvstore)
     source.set_rows("t", random_rows(source, range(300, NEW), 4))
     save(kvstore, source, tmp_path / "ck")
@@ -162,7 +163,8 @@ def test_failing_load(kvstore: Any, tmp_path: Path) -> None:
     kvstore.load(merged, tmp_path / "ck")
     while True:
         store, where = filled(kvstore), f"allocation {count}"
-        old = image(store)
+        # Room for the load's rows is made first; a snapshot's copies are made as rows are replaced.
+        old, taken = image(store), [store.snapshot() for _ in range(snapshot_count)]
         store.fail_allocations("t", count)
         try:
             kvstore.load(store, tmp_path / "ck", chunk_rows=500)
@@ -175,6 +177,8 @@ def test_failing_load(kvstore: Any, tmp_path: Path) -> None:
             assert_equal(torch.isin(old[0], ids).all().item(), True, where=f"{where}: no row is lost")
             kvstore.load(store, tmp_path / "ck", chunk_rows=500)
             assert_image(store, image(merged), f"{where}: loaded again")
+            for snapshot in taken:
+                assert_image(snapshot, old, f"{where}: the snapshot")
             count += 1
         else:
             break

@@ -17,7 +17,7 @@ from fastimpl.kvstore.native import check_status, hyper_values, plan_message, ta
 from fastimpl.ops import KVFilling, KVHandle
 from twinproof.errors import ConfigError, StoreClosedError
 from twinproof.kvstore import store
-from twinproof.kvstore.options import METADATA_OFFSET, EvictionPolicy, StoreOptions, StoreStats
+from twinproof.kvstore.options import METADATA_OFFSET, EvictionPolicy, StoreOptions, StoreStats, from_bytes
 from twinproof.kvstore.rows import Buckets, RoundPlan, RowEngine
 from twinproof.kvstore.store import LockedRows
 from twinproof.optimizers import Hyper
@@ -162,7 +162,7 @@ class DeviceRows(NativeRows):
     """The rows of a store on a device: one call at a time, see ``LockedRows``."""
 
     def write_rows(self, table: str, rows: torch.Tensor) -> None:
-        keys = rows[:, :METADATA_OFFSET].contiguous().view(torch.int64)[:, 0]
+        keys = from_bytes(rows[:, :METADATA_OFFSET], torch.int64)[:, 0]
         self._change(table, self._handle.write_rows, keys, rows)
 
     def sort_ids(self, ids: torch.Tensor, buckets: Buckets, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -316,15 +316,19 @@ class FillingPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """One read item per block of a packed shard and chunk that it lies in; everything else as torch plans it."""
-        self._check_asked({} if self.metadata is None else self.metadata.state_dict_metadata)
-        plan: LoadPlan = super().create_local_plan()
         assert self.metadata is not None
+        try:
+            plan: LoadPlan = super().create_local_plan()
+        except (RuntimeError, ValueError):
+            # Torch names the first that is wrong, and reads checkpoints of its older releases under other names.
+            self._check_asked(self.metadata.state_dict_metadata)
+            raise
         chunks = self._with_blocks(plan, self.state_dict)
         check_covered(plan, {**self.state_dict, **chunks}, self.metadata.state_dict_metadata)
         return plan
 
     def _check_asked(self, saved: Mapping[str, Any]) -> None:
-        """Demand names and shapes of the checkpoint; torch names the first that is wrong, by an error of no name."""
+        """Demand names and shapes of the checkpoint."""
         missing = sorted(self.state_dict.keys() - saved.keys())
         if missing and not self.allow_partial_load:
             raise MissingKeyError(
@@ -507,6 +511,7 @@ class HuggingFaceLoadPlanner(FillingPlanner):
                 len(self.unexpected_keys),
                 ", ".join(self.unexpected_keys[:20]),
             )
+        self._check_asked(saved)
         return super().create_local_plan()
 
 
