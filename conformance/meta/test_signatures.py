@@ -137,6 +137,7 @@ class Thing:
 # What takes any arguments at the public surface, or has no signature; each with the reason.
 _OF_ANY_ARGUMENTS: dict[str, str] = {
     "kvstore.save": "writer_options are those of HuggingFaceStorageWriter",
+    "kvstore.KVStore.tell_written": "names of tables, as many as were written",
     "pipeline.TableShard": "nobody calls it: TableShard.make does",
     "checkpoint.StateDictAdapter": "a Protocol is not called",
     "checkpoint.HuggingFaceStorageReader.read_metadata": "torch's API",
