@@ -185,7 +185,7 @@ def _forked(handler: _Handler, locks: list[Any]) -> int:
 
     def released() -> None:
         # Behind the fork, and not when what was held in part is let go.
-        if not free_counts and eviction._held.is_whole and os.getpid() == parent:
+        if not free_counts and getattr(eviction._held, "is_whole", False) and os.getpid() == parent:
             free_counts.append(_free_count(locks))
         release()
 
