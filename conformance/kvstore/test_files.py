@@ -637,6 +637,7 @@ def test_absurd_content(kvstore: Any, tmp_path: Path) -> None:
     deep = "[" * 100_000 + "]" * 100_000
     absurd: dict[str, tuple[type[Exception], dict[str, str]]] = {
         "a version of 5,000 digits": (FormatError, {"kvstore.version": "9" * 5000}),
+        "a version of ten digits": (FormatError, {"kvstore.version": "1" + "0" * 9}),
         "a version of nine digits": (VersionError, {"kvstore.version": "9" * 9}),
         "content that is nested": (FormatError, {"kvstore.content": deep}),
         "layouts that are nested": (FormatError, {"kvstore.content": f'{{"layouts":{{"a":{deep}}}}}'}),

@@ -380,6 +380,25 @@ def test_dealt_rows(kvstore: Any, checkpoint: Any, rank_pool: Any, tmp_path: Pat
             rank_pool.run(load_dealt, loaded_count, path, way, saved_count)
 
 
+def load_dealt_elsewhere(rank: Any, path: str) -> None:
+    """The same where torch makes tensors on another device, if it is not told."""
+    for number, buckets in enumerate(_some_buckets(rank.component("kvstore"), "training")):
+        trainer, where = _Trainer(rank, buckets, "training"), f"{buckets}, rank {rank.rank}"
+        with succeeds("a load", where=where), torch.device("meta"):
+            trainer.load(f"{path}/{number}")
+        for dealt, seed in trainer.filled():
+            dealt.assert_filled(rank, seed, seed + 1, where)
+
+
+@requirement(
+    "KV-511",
+    "Rows that are dealt to ranks MUST be loaded as anywhere where torch's default device is another one.",
+)
+def test_dealt_rows_elsewhere(kvstore: Any, checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(save_dealt, 2, str(tmp_path), "training")
+    rank_pool.run(load_dealt_elsewhere, 2, str(tmp_path))
+
+
 class _Plain:
     """A state whose entries are plain tensors, saved by one rank of several as if all were its own."""
 

@@ -97,7 +97,8 @@ class Dealt:
 
     def check_ids(self, ids: torch.Tensor, counts: torch.Tensor, where: str) -> None:
         """Demand that saved ids, int64 [n], are those of this rank's buckets. Raises ConfigError."""
-        mine = torch.arange(self.begin, self.end).repeat_interleave(counts[self.begin : self.end])
+        buckets = torch.arange(self.begin, self.end, device="cpu")
+        mine = buckets.repeat_interleave(counts[self.begin : self.end])
         wrong = ids[bucket_number(ids, self.buckets) != mine]
         if wrong.numel():
             raise ConfigError(
