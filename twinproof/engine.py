@@ -419,8 +419,12 @@ def pinned_empty(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 def release_dropped() -> None:
     """Unpin what was dropped while that was impossible, if it is possible now."""
-    waiting, _dropped[:] = list(_dropped), []
-    for region in waiting:
+    # One at a time: where unpinning fails the others stay, and so does what another thread drops meanwhile.
+    for _ in range(len(_dropped)):
+        try:
+            region = _dropped.pop(0)
+        except IndexError:
+            return  # Another thread has released the rest.
         _drop(region)
 
 
@@ -434,8 +438,12 @@ def _drop(region: _Region) -> None:
     from torch.cuda._pin_memory_utils import unpin_memory
 
     # Copies may still run to it; and memory freed while registered stays pinned under somebody else's data.
-    torch.cuda.synchronize(region.device)
-    unpin_memory(region.pointer)
+    try:
+        torch.cuda.synchronize(region.device)
+        unpin_memory(region.pointer)
+    except BaseException:
+        _dropped.append(region)
+        raise
 
 
 def locals_of_callers(name: str) -> Iterator[Any]:

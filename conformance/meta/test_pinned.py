@@ -98,3 +98,23 @@ def test_a_forked_child_calls_nothing(cuda: _Cuda) -> None:
     assert cuda.calls == ["pin"]
     del memory
     assert cuda.calls == ["pin", "synchronize", "unpin"]
+
+
+def test_memory_that_cannot_be_unpinned_stays_and_so_does_the_rest(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    memories = [engine.pinned_empty(100 * count, DEVICE) for count in (1, 2, 3)]
+    pinned = list(cuda.pinned)
+    cuda.is_capturing = True
+    memories.clear()
+    cuda.is_capturing = False
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("a capture of another thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "synchronize", fail)
+        with pytest.raises(RuntimeError, match="another thread"):
+            engine.release_dropped()
+    # Memory that is freed while it is pinned would be pinned under somebody else's data.
+    assert sorted(region.pointer for region in engine._dropped) == sorted(pinned) == sorted(cuda.pinned)
+    engine.release_dropped()
+    assert cuda.pinned == {}
