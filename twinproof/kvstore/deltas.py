@@ -426,7 +426,7 @@ def _held_by_all(table: str, by_rank: list[TableSummary]) -> tuple[str, ...]:
     With others the delta would say that it leaves rows which none of these ranks has: those of the other buckets.
     """
     held, lacking, are_empty = set[str](), list[LoadedPart](), False
-    for name in set(by_rank[0].bases).intersection(*(one.bases for one in by_rank)):
+    for name in sorted(set(by_rank[0].bases).intersection(*(one.bases for one in by_rank))):
         parts = [one.base_parts[name] for one in by_rank if name in one.base_parts]
         together = reduce(LoadedPart.joined, parts) if len(parts) == len(by_rank) else None
         if together is None or together.is_whole:
