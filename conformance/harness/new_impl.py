@@ -38,7 +38,10 @@ CAPABILITIES = reference.CAPABILITIES
 '''
 
 _KVSTORE = '''class Rows(reference.DictRows):
-    """The rows of a store. Each call is atomic for its table, and changes nothing when it raises."""
+    """The rows of a store. Each call is atomic for its table, and changes nothing when it raises.
+
+    Verbs that are not written here work on self.tables[table], a dictionary from id to row.
+    """
 
     def read(self, table, ids, begin, end, out):
         raise NotImplementedError("Rows.read: bytes [begin, end) of the rows of ids; a missing id has its initial row")

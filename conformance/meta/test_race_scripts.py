@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -42,6 +43,13 @@ _ENDINGS = {
 def _script(path: Path, names: str, *lines: str) -> Path:
     path.write_text(_WORK.format(names=names) + "\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def _race(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, in the script's folder."""
+    words = [sys.executable, "-P", "-m", "conformance.harness.cli", "race", *options, script.name]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(words, cwd=script.parent, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", _ENDINGS)
@@ -85,9 +93,7 @@ def test_daemons_are_not_waited_for(tmp_path: Path) -> None:
 
 def test_an_end_at_once_is_no_verdict(tmp_path: Path) -> None:
     script = _script(tmp_path / "script.py", "os", "work()", "os._exit(0)")
-    words = [sys.executable, "-P", "-m", "conformance.harness.cli", "race", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = _race(script)
     assert (done.returncode, done.stdout) == (2, "")
     assert "not judged: os._exit ended the script at once" in done.stderr
 
@@ -95,6 +101,56 @@ def test_an_end_at_once_is_no_verdict(tmp_path: Path) -> None:
 def test_a_forked_process_ends_at_once(tmp_path: Path) -> None:
     lines = ["child = os.fork()", "if not child: os._exit(0)", "assert os.waitpid(child, 0)[1] == 0"]
     assert run_script(_script(tmp_path / "script.py", "os", *lines)).failure is None
+
+
+@pytest.mark.parametrize(
+    ("last", "status"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no data')", 1), ("1 / 0", 1)]
+)
+def test_a_forked_process_judges_nothing_at_its_end(last: str, status: int, tmp_path: Path) -> None:
+    """It would print a report of its own, and write the trace over its parent's."""
+    child = f"if not child: print('child', flush=True); {last}"
+    said = "print('its status', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    done = _race(_script(tmp_path / "script.py", "os, sys", "child = os.fork()", child, said))
+    lines = ["child", f"its status {status}", "no hazard: 1 launches on 2 streams"]
+    assert (done.returncode, done.stdout.splitlines()) == (0, lines), done.stderr
+
+
+def test_nothing_but_the_report_is_printed_with_json(tmp_path: Path) -> None:
+    lines = ["print('script')", "os.write(1, b'descriptor\\n')", "subprocess.run(['echo', 'command'], check=True)"]
+    done = _race(_script(tmp_path / "script.py", "os, subprocess", *lines), "--json")
+    assert json.loads(done.stdout)["status"] == done.returncode == 0
+    assert sorted(done.stderr.split()) == ["command", "descriptor", "script"]
+
+
+@pytest.mark.parametrize(
+    ("last", "failure", "told"),
+    [
+        ("inner()", "ZeroDivisionError: division by zero at script.py:9", "line 10, in <module>"),
+        ("assert x is None", "AssertionError at script.py:10", "assert x is None"),
+        ("sys.exit('no data')", "exit with status 1: no data", "no data\n"),
+    ],
+)
+def test_what_a_script_fails_with_is_told_as_python_does(
+    last: str, failure: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = run_script(_script(tmp_path / "script.py", "sys", "def inner(): 1 / 0", last))
+    errors = capsys.readouterr().err
+    assert (report.failure, report.status()) == (failure, 2)
+    assert told in errors, errors
+    # Lines of the prover would be no help.
+    assert "runpy" not in errors, errors
+    assert "conformance" not in errors, errors
+
+
+def test_a_module_of_a_package_is_run_by_a_script_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "raced_by_a_test").mkdir()
+    _script(tmp_path / "raced_by_a_test" / "job.py", "os; from .names import FACTOR", "work()", "x.mul_(FACTOR)")
+    (tmp_path / "raced_by_a_test" / "names.py").write_text("FACTOR = 2\n", encoding="utf-8")
+    script = tmp_path / "script.py"
+    run = "run_module('raced_by_a_test.job', run_name='__main__', alter_sys=True)"
+    script.write_text(f"import runpy\nrunpy.{run}\n", encoding="utf-8")
+    report = run_script(script)
+    assert [hazard.kind for hazard in report.hazards] == ["race"], report.text()
 
 
 def test_a_trace_lies_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

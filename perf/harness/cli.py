@@ -156,7 +156,8 @@ def _bench(words: list[str]) -> int:
         repeats_until_s=_SHORT_S if arguments.form == "short" else None,
     )
     if not bench.chosen_gates():
-        judged = sorted({form for gate in gates if gate.kind is not Kind.REGRESSION for form in gate.workloads})
+        shapes = {pair for gate in gates if gate.kind is not Kind.REGRESSION for pair in gate.workloads.items()}
+        judged = sorted({form for form, shape in shapes if workloads[shape].component == arguments.component})
         raise ConfigError(
             "none of the gates is judged in this form", got=arguments.form, expected=judged, where="--form"
         )

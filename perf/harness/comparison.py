@@ -84,7 +84,7 @@ def compare_sides(before: Side, after: Side, gates: Sequence[Gate]) -> list[Chan
     changes = [_changed(gate, before, after) for gate in _common(before, after, gates)]
     if not changes:
         message = "the runs have no gated workload in common"
-        raise ConfigError(message, got=[*after[-1].rounds], expected=[*before[-1].rounds], where="after")
+        raise ConfigError(message, got=_measured(after[-1]), expected=_measured(before[-1]), where="after")
     return changes + list(_verdicts(before, after))
 
 
@@ -124,6 +124,11 @@ def _is_same_shape(before: Evidence, after: Evidence, name: str) -> bool:
 
 def _judged(side: Side) -> set[str]:
     return {found["gate"] for run in side for found in run.outcomes}
+
+
+def _measured(run: Evidence) -> list[str]:
+    """The workloads of which the run has samples; one that could not be measured has none."""
+    return [name for name, rounds in run.rounds.items() if rounds]
 
 
 def _is_measured(gate: Gate, run: Evidence) -> bool:

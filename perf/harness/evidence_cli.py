@@ -11,7 +11,7 @@ from pathlib import Path
 from perf.harness.comparison import compare_sides, notes, summary, unmatched
 from perf.harness.figures import changed_pages, figure_lines, read_runs
 from perf.harness.gates import read_gates
-from perf.harness.history import history_lines, history_plot, series
+from perf.harness.history import history_lines, history_plot, series, without_ratio
 from perf.harness.plots import bench_plot
 from perf.harness.results import read_evidence, read_side
 from perf.harness.workloads import read_workloads
@@ -55,7 +55,8 @@ def _history(words: list[str]) -> int:
     parser.add_argument("--svg", type=Path, metavar="OUT", help="write a plot")
     parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with the plot and the table")
     arguments = parser.parse_args(words)
-    found = series(run for folder in arguments.folders for run in read_side(folder))
+    runs = [run for folder in arguments.folders for run in read_side(folder)]
+    found = series(runs)
     if arguments.only is not None:
         unknown = sorted(set(arguments.only) - {each.gate for each in found})
         if unknown:
@@ -67,6 +68,8 @@ def _history(words: list[str]) -> int:
         raise ConfigError("no run has measured a ratio", got=0, expected="a ratio or more", where=where)
     table = "\n".join(history_lines(found))
     print(table)
+    for line in without_ratio(runs):
+        print(line, file=sys.stderr)
     for path, make in ((arguments.svg, history_plot), (arguments.html, lambda of: _page(history_plot(of), table))):
         if path is not None:
             _write(path, make(found))

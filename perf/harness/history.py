@@ -29,6 +29,7 @@ __all__ = [
     "history_plot",
     "runs_min",
     "series",
+    "without_ratio",
 ]
 
 FALSE_ALARMS = 0.05
@@ -95,6 +96,13 @@ def series(runs: Iterable[Evidence]) -> list[Series]:
             component = shape.get("component", "")
             found[key] = Series(key[0], key[1], component, run.form, gate, workload, outcome["bound"], (*past, point))
     return list(found.values())
+
+
+def without_ratio(runs: Iterable[Evidence]) -> Iterator[str]:
+    """A line for each run that no series has a point of."""
+    for run in runs:
+        if not series([run]):
+            yield f"no ratio in the run of {run.implementation}, {run.form} form, {run.created[:16]}: it is not shown"
 
 
 def _machine(run: Evidence, known: dict[str, Evidence]) -> str:

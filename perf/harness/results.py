@@ -242,7 +242,9 @@ def read_evidence(path: Path) -> Evidence:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError("not the evidence of a bench", got=error, expected="JSON of a run", where=path) from error
+        # What a KeyError says of itself is the key alone.
+        got = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise FormatError("not the evidence of a bench", got=got, expected="JSON of a run", where=path) from error
 
 
 def _check_measured(rounds: dict[str, Any], outcomes: list[Any], path: Path) -> None:

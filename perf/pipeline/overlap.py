@@ -62,7 +62,7 @@ def stage_durations(words: list[str]) -> dict[str, float]:
         stage, _, text = word.partition("=")
         if stage not in found or not text.replace(".", "", 1).isdigit():
             raise ConfigError(
-                "not a duration of a stage", got=word, expected=[f"{name}=MS" for name in STAGE_MS], where="--stage"
+                "not a duration of a stage", got=word, expected=[f"{name}=MS" for name in STAGE_MS], where="--stage-ms"
             )
         found[stage] = float(text)
     return found

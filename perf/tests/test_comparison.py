@@ -129,6 +129,10 @@ def test_what_only_one_run_judged_is_not_compared() -> None:
         compare_evidence(one, _evidence([second]), [first, second])
     with pytest.raises(ConfigError, match="in common"):
         compare_evidence(one, replace(one, outcomes=[]), [first, second])
+    # A workload that could not be measured has its place in a run, and no samples.
+    empty = replace(one, outcomes=[], rounds={name: [] for name in one.rounds})
+    with pytest.raises(ConfigError, match=r"in common; got: \[\]; expected: \['"):
+        compare_evidence(one, empty, [first, second])
 
 
 def test_wide_intervals_and_other_shapes_are_undecided() -> None:

@@ -20,12 +20,12 @@ from perf.harness.gates import read_gates
 from perf.harness.judge import Machine, Outcome, Result, Ruling, judge
 from perf.harness.nvml import Gpu, GpuSample, Unavailable, counts_between, open_gpu, throttled, used_bytes
 from perf.harness.paired import Sample, interleave, merge_ranks, ratios
-from perf.harness.results import Evidence, commit_of, write_evidence
+from perf.harness.results import Evidence, commit_of, read_evidence, write_evidence
 from perf.harness.roofline import measure_roofline
 from perf.harness.table import workload_lines
 from perf.harness.verdicts import Verdict, compare, digits, interval_of
 from perf.harness.workloads import read_workloads
-from twinproof.errors import ConfigError
+from twinproof.errors import ConfigError, FormatError
 
 
 def test_rounds_are_interleaved_and_the_first_is_thrown_away() -> None:
@@ -438,6 +438,20 @@ def test_what_cannot_be_measured_is_told_before_it_is(
         assert re.search(said, err, re.DOTALL), err
         assert err.startswith("twinproof bench: ")
         assert "Traceback" not in err
+
+
+def test_the_forms_of_a_component_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not those of other components, of which the one that was asked for may be one."""
+    assert cli.main(["kvstore", "--form", "test"]) == 2
+    said = "none of the gates is judged in this form; got: test; expected: ['full', 'short']; where: --form"
+    assert said in capsys.readouterr().err
+
+
+def test_evidence_without_a_key_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "evidence.json"
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(FormatError, match="got: no 'version'; expected: JSON of a run"):
+        read_evidence(path)
 
 
 def test_a_slow_side_is_shown_with_its_digits() -> None:

@@ -177,6 +177,13 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not any(word in page for word in ("<script", "href=", "src=", "url(", "@import"))
     assert main(["history", str(tmp_path / "runs"), "--only", "kv-get"]) == 0
     assert "set" not in capsys.readouterr().out
+    # A run of another implementation, of which nothing could be measured, is not left out in silence.
+    bare = replace(_run(3, 1.0, gates=()), implementation="theirs")
+    write_evidence(bare, tmp_path / "runs" / "bare.json")
+    assert main(["history", str(tmp_path / "runs")]) == 0
+    printed = capsys.readouterr()
+    assert "3 runs; a step shows in 8" in printed.out
+    assert printed.err == "no ratio in the run of theirs, full form, 2026-01-01T03:00: it is not shown\n"
     assert main(["history", str(tmp_path / "runs"), "--only", "nothing"]) == 2
     assert main(["history", str(tmp_path / "absent")]) == 2
     assert "nothing" in capsys.readouterr().err

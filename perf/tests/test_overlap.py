@@ -84,7 +84,9 @@ def test_the_command_line_refuses_what_it_cannot_do(tmp_path: Path, capsys: pyte
             main(["offload", *option])
         assert refused.value.code == 2
     assert main(["pipeline", "--overlap", str(tmp_path / "x"), "--stage-ms", "lookups=3"]) == 2
-    assert "not a duration of a stage" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "not a duration of a stage" in refusal
+    assert "where: --stage-ms" in refusal
     shown = ["pipeline", "--overlap", str(tmp_path / "x")]
     for name, words in {
         "--stage-ms": ["pipeline", "--stage-ms", "lookup=3"],

@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -39,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
         from conformance.provers.race.script import run_script
 
         try:
-            # With --json nothing but the report goes to the standard output.
-            with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            with _printing_to_stderr() if arguments.json else nullcontext():
                 report = run_script(script, arguments.arguments)
         except UnsupportedError as error:
             return _refuse(str(error))
@@ -50,6 +49,21 @@ def main(argv: Sequence[str]) -> int:
         trace.write_text(to_svg(report) if trace.suffix == ".svg" else to_html(report, accept), encoding="utf-8")
     sys.stdout.write(json.dumps(report.to_json(accept), indent=1) + "\n" if arguments.json else report.text(accept))
     return report.status(accept)
+
+
+@contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """Nothing goes to the standard output here, neither of this process nor of those that it starts."""
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        # Where the process's own output is another file than descriptor 1, too.
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
 
 
 def _refuse(text: str) -> int:

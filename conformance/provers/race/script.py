@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -27,8 +28,13 @@ def run_script(path: Path, arguments: Sequence[str] = ()) -> Report:
 
     Threads that it leaves are waited for, and functions of its own that it has registered with ``atexit`` are called,
     as when its process ends. An exception, in a thread, too, or an exit with another status than 0 is the report's
-    ``failure``. ``os._exit`` ends this process with status 2: nothing is judged.
+    ``failure``; it is told on the error output, as Python tells it. ``os._exit`` ends this process with status 2:
+    nothing is judged.
+
+    Raises:
+        SystemExit: in a process that the script has forked and that has come to its end, too. Its parent is judged.
     """
+    process = os.getpid()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", [str(path), *arguments]))
         stack.enter_context(mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]))
@@ -36,28 +42,35 @@ def run_script(path: Path, arguments: Sequence[str] = ()) -> Report:
         report = stack.enter_context(watch())
         # What its module holds goes with the process, behind everything.
         _held = ending.carried_out(lambda: runpy.run_path(str(path), run_name="__main__"))
+        # Nothing that comes behind the script changes it.
+        status = ending.status
         ending.wait_for_threads()
         ending.call_functions()
+    if os.getpid() != process:
+        raise SystemExit(status)
     report.failure = ending.failure
     return report
 
 
 class _Ending:
-    """What a script leaves to the end of its process, and what has failed first."""
+    """What a script leaves to the end of its process, what has failed first, and the process's exit status."""
 
     def __init__(self) -> None:
         self.failure: str | None = None
+        self.status = 0
         self._known = {*threading.enumerate()}
         self._functions: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
     def carried_out(self, work: Callable[[], Any]) -> Any:
-        """What it returns; what it raises is noted."""
+        """What it returns; what it raises is told, as Python does, and noted."""
         try:
             return work()
         except SystemExit as error:
             if error.code not in (None, 0):
-                self._fails(f"exit with status {error.code}")
+                self._exits(error.code)
         except Exception as error:
+            traceback.print_exception(type(error), error, _of_program(error.__traceback__))
+            self.status = 1
             self._fails(_said(error))
         return None
 
@@ -121,6 +134,16 @@ class _Ending:
             function, args, options = self._functions.pop()
             self.carried_out(functools.partial(function, *args, **options))
 
+    def _exits(self, code: object) -> None:
+        if isinstance(code, int):
+            self.status = code
+            self._fails(f"exit with status {code}")
+            return
+        # What is no number is a message.
+        sys.stderr.write(f"{code}\n")
+        self.status = 1
+        self._fails(f"exit with status 1: {code}")
+
     def _fails(self, text: str) -> None:
         self.failure = self.failure or text
 
@@ -128,7 +151,15 @@ class _Ending:
 def _said(error: BaseException) -> str:
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]
     where = f" at {Path(places[-1].filename).name}:{places[-1].lineno}" if places else ""
-    return f"{type(error).__name__}: {error}{where}"
+    text = f": {error}" if str(error) else ""
+    return f"{type(error).__name__}{text}{where}"
+
+
+def _of_program(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without what lies before the program's first line: nothing of the program is in it."""
+    while trace is not None and not is_program(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
 
 
 def _is_of_program(function: Any) -> bool:

@@ -52,7 +52,9 @@ def is_device(place: Any) -> bool:
         place = torch.device(DEVICE, place)
     found = torch.device(place)
     if found.type == DEVICE and found.index not in (None, 0):
-        raise UnsupportedError("a second device", got=str(found), expected=f"{DEVICE}:0", where=str(site_here("")))
+        raise UnsupportedError(
+            "a second device", got=str(found), expected=f"{DEVICE}:0", where=str(site_here(str(place)))
+        )
     return found.type == DEVICE
 
 
