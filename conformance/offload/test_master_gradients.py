@@ -397,3 +397,62 @@ def test_gradients_since_a_failure(offload: Any) -> None:
     grads = [param.grad for param in arm.model]
     shown = [master.grad is grad for master, grad in zip(arm.params, grads, strict=True)]
     assert_equal(shown, [True] * len(grads), where="gradients of masters are the model's")
+
+
+class _OwnStep(torch.optim.SGD):
+    """One that is none of torch's: its step is called with everything on the device."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+_LEFT_WAYS: dict[str, dict[str, Any]] = {
+    "attached": {},
+    "chunks": {"chunk_bytes": 32},
+    "on request": {"release": "on_request"},
+    "of its own": {},
+    "kept": {},
+}
+
+
+@requirement(
+    "OPT-570",
+    "A master that left the groups of an offloaded optimizer MUST be left alone by its steps, with closures and "
+    "without: its parameter keeps its gradient, which another optimizer steps with, and may be written in place.",
+)
+@pytest.mark.parametrize("has_closure", [False, True])
+@pytest.mark.parametrize("way", list(_LEFT_WAYS)[1:])
+def test_masters_that_left(offload: Any, way: str, has_closure: bool) -> None:
+    arms = []
+    for arm in ("attached", way):
+        params = [torch.nn.Parameter(values((5,), i, torch.bfloat16)) for i in range(3)]
+        masters = offload.MasterWeights(params)
+        mine = list(masters.parameters())
+        kind = _OwnStep if way == "of its own" else torch.optim.SGD
+        optimizer = kind([{"params": [master]} for master in mine], lr=0.5, momentum=0.9)
+        step = optimizer.step
+        if arm == "attached":
+            masters.attach(optimizer)
+        else:
+            offload.OptimizerStateOffloader(
+                optimizer, engine=InlineEngine(), master_weights=masters, **_LEFT_WAYS[arm]
+            ).offload()
+        step = step if arm == "kept" else optimizer.step
+        other = torch.optim.SGD(optimizer.param_groups.pop()["params"], lr=0.25)
+        masters.attach(other)
+        for number in range(3):
+            if number == 2:
+                with torch.no_grad():
+                    params[2].mul_(0.5)
+            for i, param in enumerate(params):
+                param.grad = values((5,), 10 * number + i, torch.bfloat16)
+            grad = params[2].grad
+            with succeeds("a step", where=f"{arm}, step {number}"):
+                step(*((lambda: 0.0,) if has_closure else ()))
+            assert_equal(params[2].grad is grad, True, where=f"the gradient of the one that left, {arm}, step {number}")
+            if number == 2:
+                masters.refresh()
+            other.step()
+        arms.append([tensor.detach() for tensor in (*params, *mine)])
+    for number, (expected, got) in enumerate(zip(*arms, strict=True)):
+        assert_same_tensor(got, expected, where=f"parameter or master {number}, {way}")

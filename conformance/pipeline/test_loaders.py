@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.harness import Rank, assert_equal, assert_le, raises, requirement
+from conformance.harness import Rank, assert_equal, assert_le, raises, requirement, succeeds
 from conformance.pipeline.cases import EVALUATION, FUSED, TRAINING, LoaderError
 from conformance.pipeline.jobs import Batch, Job, assert_same_state, outputs_of
 from conformance.pipeline.model import assert_bits
@@ -310,3 +310,76 @@ def _edit(job: Job) -> None:
         for collection in job.collections:
             for _, weight, _ in collection.local_shards().values():
                 weight.mul_(0.5)
+
+
+class _Handed:
+    """A batch of three parts that stays where it is, and itself, whatever it is filled with."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.fill(batch)
+
+    def fill(self, batch: Batch) -> _Handed:
+        """With the parts of another."""
+        self.dense, self.ids, self.target = batch.dense, batch.ids, batch.target
+        return self
+
+    def to(self, device: Any, non_blocking: bool = False) -> _Handed:
+        """It is there."""
+        return self
+
+
+def _with_dense(batch: Batch, memory: torch.Tensor) -> Batch:
+    return Batch(memory.copy_(batch.dense), batch.ids, batch.target)
+
+
+def _with_ids(pipeline: Any, batch: Batch, memory: torch.Tensor, begin: int) -> Batch:
+    first = batch.ids[0]
+    values = memory[begin : begin + first.values().numel()].copy_(first.values())
+    own = pipeline.KeyedJaggedTensor(first.keys(), values, first.weights_or_none(), first.lengths())
+    return Batch(batch.dense, [own, batch.ids[1]], batch.target)
+
+
+def _refilled(pipeline: Any, way: str, batches: list[Batch]) -> Iterator[Any]:
+    """The batches, of which some part is written over what another is in."""
+    ids, dense, handed = torch.zeros(99, dtype=torch.int64), torch.zeros(8, 4, 6), _Handed(batches[0])
+    for number, batch in enumerate(batches):
+        if way in ("a tensor", "slots in turn"):
+            yield _with_dense(batch, dense[0 if way == "a tensor" else number % 8])
+        elif way == "parts that overlap":
+            yield _with_ids(pipeline, batch, ids, number % 3)
+        elif way == "an object":
+            yield handed.fill(batch)
+        else:
+            yield batches[0] if way == "the same again" else handed.fill(batches[0])
+
+
+@requirement(
+    "PIPE-773",
+    "A loader that fills the memory, or the object, of a batch in flight with the next one MUST be refused by name on "
+    "the host, where batches are not copied; one that fills others in turn, or gives the same again, MUST NOT be.",
+)
+@pytest.mark.parametrize(
+    "way",
+    ["a tensor", "parts that overlap", "an object", "slots in turn", "the same again", "the same object again"],
+)
+@pytest.mark.parametrize("name", ALL)
+def test_refilled(pipeline: Any, name: str, way: str) -> None:
+    job, loop = Job(pipeline, 8), _loop_of(pipeline, name, 8)
+    if job.device.type != "cpu":
+        pytest.skip("a device has a copy")
+    batches = [job.batch(number) for number in range(6)]
+    schedule, loader = job.schedule(name, **BEGUN.get(name, {})), _refilled(pipeline, way, batches)
+    if name in EVALUATION:
+        job.model.eval()
+    if way in ("a tensor", "parts that overlap", "an object"):
+        before = [weight.clone() for weight in job.model.parameters()]
+        with raises(ConfigError, mentions=("written over", "where: dataloader_iter"), where=f"{name}, {way}"):
+            schedule.progress(loader)
+        for got, expected in zip(job.model.parameters(), before, strict=True):
+            assert_bits(got, expected, f"a parameter behind {name}, {way}")
+        return
+    for step, batch in enumerate(batches):
+        with succeeds("a step", where=f"{name}, {way}, step {step}"):
+            output = schedule.progress(loader)
+        assert_bits(output, loop.step(batch if way == "slots in turn" else batches[0]), f"{name}, {way}, step {step}")
+    assert_same_state(job, loop, f"{name}, {way}")

@@ -276,7 +276,7 @@ class StepDriver:
                 return self._step_known(*arguments, **options)
             results: list[Any] = []
             if self._masters is not None:
-                arguments, options = self._masters.with_closure(arguments, options) or (arguments, options)
+                arguments, options = self._masters.with_closure(optimizer, arguments, options) or (arguments, options)
             self.run(lambda some=optimizer: results.append(self._arithmetic(some, *arguments, **options)))
             return results[0]
 
@@ -303,10 +303,10 @@ class StepDriver:
         """A plain step; in one whose own hook has closed the offloader, masters are not attached yet."""
         if self._later is None or self._masters is None:
             return self._arithmetic(self.optimizer, *arguments, **options)
-        given = self._masters.before_step(None, (self.optimizer, *arguments), options)
+        given = self._masters.before_step(self.optimizer, (self.optimizer, *arguments), options)
         arguments, options = ((self.optimizer, *arguments), options) if given is None else given
         result = self._arithmetic(*arguments, **options)
-        self._masters.end(self._masters.pairs)
+        self._masters.end(self._masters.stepped_by(self.optimizer))
         return result
 
     def _step_known(self, closure: Callable[[], Any] | None = None) -> Any:

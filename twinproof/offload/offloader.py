@@ -482,14 +482,20 @@ class OptimizerStateOffloader:
     def _check_gradients(self) -> None:
         known: Iterable[torch.Tensor] = self.plan.known
         if self.masters is not None:
-            known = [*self.masters.pairs.values(), *(self.plan.known - self.masters.pairs.keys())]
+            models = [self.masters.pairs[master] for master in self._stepped_masters()]
+            known = [*models, *(self.plan.known - self.masters.pairs.keys())]
         check_gradients(known, has_graph=any(group.get("differentiable") for group in self.optimizer.param_groups))
 
     def _check_step(self) -> None:
         """Before anything moves. Raises UnsupportedError, StaleMasterError."""
         self._check_gradients()
         if self.masters is not None:
-            self.masters.check(self.masters.pairs)
+            self.masters.check(self._stepped_masters())
+
+    def _stepped_masters(self) -> list[torch.Tensor]:
+        """Masters that are listed. One that left its groups may be another optimizer's, which wants its gradient."""
+        pairs = {} if self.masters is None else self.masters.pairs
+        return [master for master in pairs if master in self.plan.known]
 
     def _take_home(self) -> None:
         """After a load, waited for: hooks of the user's that come behind may look at states."""
@@ -533,7 +539,7 @@ class OptimizerStateOffloader:
         if self._others_depth:
             return
         if self.masters is not None:
-            self.masters.end(self.masters.pairs)
+            self.masters.end(self._stepped_masters())
         if self.options.release == "at_offload":
             self.offload()
         self.plan.counts.step_count += 1
@@ -574,7 +580,7 @@ class OptimizerStateOffloader:
         """One logical step with everything that was selected on the device, and home again unless on request."""
         self._bring_all()
         try:
-            masters = self.masters.pairs if self.masters is not None else {}
+            masters = self._stepped_masters()
             if self.masters is not None:
                 self.masters.begin(masters)
             arithmetic()

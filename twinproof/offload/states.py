@@ -656,7 +656,7 @@ class MasterWeights:
         """
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
         have_masters = sum(param in stepped for master, param in self.pairs.items() if param is not master)
-        if have_masters or (self.pairs and not self._stepped_by(optimizer)):
+        if have_masters or (self.pairs and not self.stepped_by(optimizer)):
             raise ConfigError(
                 "the optimizer has to step the masters",
                 got=f"{have_masters} parameters that have a master, of {len(stepped)}",
@@ -670,7 +670,7 @@ class MasterWeights:
         self.drive(mover)
         self._handles += [
             optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(lambda stepped, *_: self.end(self._stepped_by(stepped))),
+            optimizer.register_step_post_hook(lambda stepped, *_: self.end(self.stepped_by(stepped))),
         ]
 
     def drive(self, mover: Any = None) -> None:
@@ -683,15 +683,16 @@ class MasterWeights:
             if isinstance(master, _Master):
                 master.is_driven = True
 
-    def _stepped_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
+    def stepped_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Masters that the optimizer lists; one that left its groups may be another's by now."""
         stepped = {param for group in optimizer.param_groups for param in group["params"]}
         return [master for master in self.pairs if master in stepped]
 
     def before_step(self, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What a step begins with, as a pre hook of the optimizer; None: of all masters."""
-        masters = list(self.pairs) if optimizer is None else self._stepped_by(optimizer)
+        """What a step begins with, as a pre hook of the optimizer."""
+        masters = self.stepped_by(optimizer)
         # The first argument is the optimizer itself.
-        given = self.with_closure(arguments[1:], options, masters)
+        given = self.with_closure(optimizer, arguments[1:], options)
         if given is None:
             self.start(masters)
             return None
@@ -699,19 +700,15 @@ class MasterWeights:
         self.check(masters)
         return (arguments[0], *given[0]), given[1]
 
-    def with_closure(
-        self, arguments: tuple[Any, ...], options: dict[str, Any], masters: Iterable[torch.Tensor] | None = None
-    ) -> Any:
+    def with_closure(self, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Arguments of a step whose closure sees the model as the masters are by then, and gives them its gradients.
 
-        None where there is no closure. ``masters``: those
-        that are stepped; None: all.
+        None where there is no closure. Masters that the optimizer does not step are another's, and left alone.
         """
         closure = arguments[0] if arguments else options.get("closure")
         if closure is None:
             return None
-        some = list(self.pairs if masters is None else masters)
-        count = 0
+        some, count = self.stepped_by(optimizer), 0
 
         def evaluate() -> Any:
             nonlocal count

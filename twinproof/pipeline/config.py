@@ -21,6 +21,7 @@ import torch
 from twinproof.engine import locals_of_callers
 from twinproof.errors import ConfigError, MissingKeyError, UnsupportedError, check_kind, check_number
 from twinproof.optimizers import FUSED_OPTIMIZERS, OPTIMIZERS, STEP_MAX, Hyper
+from twinproof.pipeline.tracing import share_memory, tensors_of, versions_now, written_since
 
 __all__ = [
     "DataType",
@@ -678,6 +679,11 @@ class Ended:
         return found if isinstance(found, int) else None
 
 
+def _are_among(some: list[Any], others: list[Any]) -> bool:
+    # A batch computes some of its tensors when it is asked for them.
+    return set(map(id, some)) <= set(map(id, others))
+
+
 class LoaderEnds:
     """What a pipeline knows of its iterator: ``iter(loader)`` may be the one that has ended, begun anew.
 
@@ -698,6 +704,29 @@ class LoaderEnds:
             if self.agree(int(ended.is_still(dataloader_iter))):
                 return
         self._dataloader_iter, self._dataloader_exhausted, self._ended = dataloader_iter, False, None
+
+    def _pulled(self, in_flight: Iterable[Any]) -> Any:
+        """The next batch. Raises ConfigError where the loader has written it over one of these, which have its memory.
+
+        A loop is done with a batch when it asks for the next; whoever pulls ahead is not.
+        """
+        loader, in_flight = check_loader(self._dataloader_iter), list(in_flight)
+        for each in in_flight:
+            each.lent = tensors_of(each.batch) if each.lent is None else each.lent
+        lent = [tensor for each in in_flight for tensor in each.lent]
+        versions = versions_now(lent)
+        batch = next(loader)
+        written = written_since(lent, versions)
+        given = tensors_of(batch) if written or any(each.batch is batch for each in in_flight) else []
+        refilled = [each for each in in_flight if each.batch is batch and not _are_among(each.lent, given)]
+        if refilled or share_memory(written, given):
+            raise ConfigError(
+                "the loader has written over a batch that is in flight",
+                got="a batch in memory, or an object, that one before it has",
+                expected="batches of their own: clone what the loader fills again; then reset()",
+                where="dataloader_iter",
+            )
+        return batch
 
     def _end_loader(self) -> None:
         """No rank asks any more."""

@@ -24,7 +24,7 @@ from twinproof.engine import weakly
 from twinproof.errors import ConfigError, DistributedError, PipelineError, UnsupportedError, check_flags
 from twinproof.kvstore.statedict import rank_and_world
 from twinproof.optimizers import clear_gradients, trained_params
-from twinproof.pipeline.config import LoaderEnds, check_answer, check_loader, check_losses, check_parts, check_start
+from twinproof.pipeline.config import LoaderEnds, check_answer, check_losses, check_parts, check_start
 from twinproof.pipeline.sharding import made_for_training
 from twinproof.pipeline.stages import (
     Attachment,
@@ -403,7 +403,8 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
 
     def _next(self) -> In:
         # Not before: ranks agree on what one of them refuses.
-        batch: In = next(check_loader(self._dataloader_iter))
+        # What is sent to a device is a copy.
+        batch: In = self._pulled(self._queue if self._device.type == "cpu" else ())
         if batch is None:
             raise ConfigError("the loader gave None", got=None, expected="a batch", where=f"batch {self.pulled_count}")
         self.pulled_count += 1
@@ -448,8 +449,8 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
         if self._current is None:
             raise KeyError(name)
         ahead = self._current.asked.pop(name, None)
-        if ahead is not None and self._is_hooked:
-            check_asked(name, ahead, given)
+        if ahead is not None:
+            check_asked(name, ahead, given, self._current.batch, is_hooked=self._is_hooked)
         prepared: dict[str, Any] = self._current.prepared
         if name in prepared:
             return prepared.pop(name)
@@ -463,7 +464,7 @@ class Pipeline(TorchrecModels, LoaderEnds, Generic[In, Out]):
         postprocs = {name: module for call in self.calls for name, module in call.postprocs.items()}
         values = FromBatch(lambda: self.extract_model_input_from_batch(in_flight.batch), postprocs)
         failure: Exception | None = None
-        with in_flight.reading(postprocs.values()):
+        with in_flight.reading(self.calls, postprocs.values()):
             try:
                 for call in self.calls:
                     failure = failure or self._asked_for(in_flight, call, values)

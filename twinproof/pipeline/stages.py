@@ -36,11 +36,16 @@ from twinproof.pipeline.tracing import (
     Tracer,
     alone,
     assigned,
+    caller_regions,
     drawn_apart,
     draws,
+    in_regions_of,
+    is_other_part,
     is_sharded,
     left_as_they_were,
+    memory_of,
     read_by,
+    regions_of,
 )
 
 __all__ = [
@@ -72,6 +77,7 @@ __all__ = [
 logger = logging.getLogger("twinproof.pipeline")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_TAKES = (getattr, operator.getitem)
 _INSIDE = {"DistributedDataParallel": "module", "DistributedModelParallel": "module", "OptimizedModule": "_orig_mod"}
 
 
@@ -105,6 +111,8 @@ class Call:
     ) -> None:
         self.name, self.module, self.arguments, self.postprocs = name, module, arguments, dict(postprocs)
         self.formula = (name, *formula)
+        # Whether more is done on the way than to take a part of the batch.
+        self.computes = any(step[0] != "placeholder" and step[1] not in _TAKES for step in formula[:-1])
 
     @property
     def way(self) -> tuple[Any, ...]:
@@ -158,6 +166,10 @@ class FromBatch:
         if node.op == "placeholder":
             return self._batch()
         positional, named = _evaluated((node.args, node.kwargs), self.value)
+        with in_regions_of(node):
+            return self._called(node, positional, named)
+
+    def _called(self, node: torch.fx.Node, positional: Any, named: Any) -> Any:
         if node.op == "call_function":
             return node.target(*positional, **named)  # type: ignore[operator]
         if node.op == "call_method":
@@ -243,7 +255,7 @@ def _changed_before(node: torch.fx.Node, numbers: Mapping[torch.fx.Node, int], s
     whole = {
         numbers[part]
         for user in (node, *way)
-        if user.op != "call_function" or user.target not in (getattr, operator.getitem)
+        if user.op != "call_function" or user.target not in _TAKES
         for part in user.all_input_nodes
     }
     known = {numbers[part] for part in way}
@@ -266,7 +278,7 @@ def _formula_of(node: torch.fx.Node) -> tuple[Any, ...]:
         if each not in numbers:
             arguments = repr(torch.fx.node.map_arg((each.args, each.kwargs), number))
             numbers[each] = len(steps)
-            steps.append((each.op, "" if each.op == "placeholder" else each.target, arguments))
+            steps.append((each.op, "" if each.op == "placeholder" else each.target, arguments, regions_of(each)))
         return f"%{numbers[each]}"
 
     arguments = repr(torch.fx.node.map_arg((node.args, node.kwargs), number))
@@ -297,7 +309,7 @@ def find_calls(
     try:
         # A forward that draws by itself draws in a trace, too.
         noted = contextlib.nullcontext() if reads is None else reads.noted()
-        with alone(), drawn_apart(devices), left_as_they_were(looked_into), noted:
+        with alone(), drawn_apart(devices), left_as_they_were(looked_into), noted, tracer.regions_noted():
             try:
                 graph = tracer.trace(inner)
             except Exception as error:
@@ -525,9 +537,19 @@ class Prepared:
         return self.replaced or functools.partial(type(self._driven()).forward, self._driven())
 
 
-def check_asked(name: str, ahead: Arguments, given: Arguments) -> None:
-    """Demand that a module is called with what was computed ahead. Raises PipelineError."""
-    if not _same(ahead, given):
+def check_asked(name: str, ahead: Arguments, given: Arguments, batch: Any, *, is_hooked: bool) -> None:
+    """Demand that a module is called with what was computed ahead. Raises PipelineError.
+
+    Of a model without hooks only what is taken from the batch is compared, which costs nothing where it is the same.
+    """
+    if not is_hooked and is_other_part(ahead, given, functools.cache(lambda: memory_of(batch))):
+        raise PipelineError(
+            "the forward takes another part of the batch than torch.fx has seen",
+            got="a branch on what the batch is: isinstance, is, hasattr",
+            expected="a function behind torch.fx.wrap that branches, or attributes that every batch has",
+            where=name,
+        )
+    if is_hooked and not _same(ahead, given):
         raise PipelineError(
             "a hook or a forward of the model's own changed what a module is called with whose result was made ahead",
             got="other arguments than the forward's",
@@ -904,6 +926,7 @@ class BatchContext:
         asked: what the arguments of each module were that runs ahead.
         prepared: what modules on the way to sharded ones gave, by name.
         read: those modules, and what each of them reads, as it was behind its call; see ``tracing.read_by``.
+        regions: ``tracing.caller_regions`` as something was computed ahead; None where nothing was.
         started, exchanged: whether the stages of its exchange of sizes, and of ids, were called in their places.
         was_sent, was_received: whether they did something, for whoever calls them by hand too.
         failure: what its exchange of ids raised, which is raised when it is this batch's turn.
@@ -913,6 +936,7 @@ class BatchContext:
 
     def __init__(self, batch: Any) -> None:
         self.batch, self.index = batch, 0
+        self.lent: Any = None  # Its tensors, where they may be the loader's.
         self.given_context: Any = None
         self.failure: Exception | None = None
         self.with_grad: bool | None = None
@@ -923,6 +947,7 @@ class BatchContext:
         self.results: dict[str, Any] = {}
         self.prepared: dict[str, Any] = {}
         self.read: list[tuple[torch.nn.Module, list[Any]]] = []
+        self.regions: Any = None
         self.asked: dict[str, Arguments] = {}
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -937,22 +962,27 @@ class BatchContext:
         return self.prepared
 
     @contextlib.contextmanager
-    def reading(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    def reading(self, calls: Iterable[Call], modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         """Note what modules that run ahead read: behind their calls, which may count, and where one of them raises."""
+        self.regions = caller_regions() if any(call.computes for call in calls) else None
         try:
             yield
         finally:
             self.read = [(module, read_by(module)) for module in modules]
 
+    def is_cast_so(self) -> bool:
+        """Whether the caller is in the regions of autocast in which something was computed ahead for the batch."""
+        return self.regions is None or self.regions == caller_regions()
+
     def is_read_so(self) -> bool:
-        """Whether what ran ahead for the batch would read the same now."""
-        return all(read == read_by(module) for module, read in self.read)
+        """Whether what ran ahead for the batch would read the same now, and compute it so."""
+        return self.is_cast_so() and all(read == read_by(module) for module, read in self.read)
 
     def forget(self) -> None:
         """Nothing was sent or looked up."""
         for some in (self.contexts, self.dists, self.inputs, self.results, self.prepared, self.asked):
             some.clear()
-        self.read = []
+        self.read, self.regions = [], None
         self.pairs = []
         self.started = self.exchanged = self.was_sent = self.was_received = False
         self.failure = self.with_grad = None
@@ -961,9 +991,10 @@ class BatchContext:
 def outdated(batches: Iterable[BatchContext], agree: Callable[[int], int]) -> list[BatchContext]:
     """The batches for which modules ran ahead, if what these read was written since, on any rank; else none.
 
-    ``agree``: the least of all ranks' words. It is asked where modules ran ahead, which all ranks have alike.
+    ``agree``: the least of all ranks' words. It is asked where modules ran ahead, which all ranks have alike, and where
+    the caller has entered or left a region of autocast, which all ranks do.
     """
-    sent = [batch for batch in batches if batch.read]
+    sent = [batch for batch in batches if batch.read or not batch.is_cast_so()]
     return [] if not sent or agree(int(all(batch.is_read_so() for batch in sent))) else sent
 
 

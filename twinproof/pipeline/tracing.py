@@ -7,6 +7,7 @@ now, though that may have its address.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import operator
@@ -16,7 +17,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,13 +30,22 @@ __all__ = [
     "Tracer",
     "alone",
     "assigned",
+    "caller_regions",
     "collections_in",
     "drawn_apart",
     "draws",
+    "in_regions_of",
+    "is_other_part",
     "is_sharded",
     "left_as_they_were",
+    "memory_of",
     "read_by",
+    "regions_of",
+    "share_memory",
+    "tensors_of",
     "version_of",
+    "versions_now",
+    "written_since",
 ]
 
 # torch.fx takes what it replaced for torch's own: two traces at once would leave one of them in place for good.
@@ -121,6 +131,32 @@ class _Attribute(_Noting, torch.fx.proxy.Attribute):
     """An attribute of one."""
 
 
+_REGIONS = "twinproof.regions"
+
+
+@contextmanager
+def in_regions_of(node: torch.fx.Node) -> Iterator[None]:
+    """In the regions of ``torch.autocast`` in which the forward computes a node, within those of the caller."""
+    with ExitStack() as stack:
+        for region in node.meta.get(_REGIONS, ()):
+            stack.enter_context(copy.copy(region))
+        yield
+
+
+def caller_regions() -> tuple[Any, ...]:
+    """In what dtype autocast computes here, by kind of device; None where it is off."""
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
+    )
+
+
+def regions_of(node: torch.fx.Node) -> tuple[Any, ...]:
+    """What these regions are, equal for equal ones, outer ones first."""
+    return tuple(
+        (each.device, each.fast_dtype, each._enabled, each._cache_enabled) for each in node.meta.get(_REGIONS, ())
+    )
+
+
 class Tracer(torch.fx.Tracer):
     """Follows one forward, of the thread that made it.
 
@@ -131,6 +167,36 @@ class Tracer(torch.fx.Tracer):
     def __init__(self, reads: Reads | None = None) -> None:
         super().__init__()
         self._thread, self.reads = threading.get_ident(), reads
+        self._regions: list[Any] = []
+
+    @contextmanager
+    def regions_noted(self) -> Iterator[None]:
+        """Note which regions of ``torch.autocast`` the forward is in, of which torch.fx knows nothing."""
+        kind: Any = torch.autocast
+        enter, leave = kind.__enter__, kind.__exit__
+
+        def entered(region: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                # As it was made: one that is in use cannot be entered again.
+                self._regions.append(copy.copy(region))
+            return enter(region)
+
+        def left(region: Any, *error: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                self._regions.pop()
+            return leave(region, *error)
+
+        kind.__enter__, kind.__exit__ = entered, left
+        try:
+            yield
+        finally:
+            kind.__enter__, kind.__exit__ = enter, leave
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """A node that knows its regions."""
+        node: torch.fx.Node = super().create_node(*args, **kwargs)
+        node.meta[_REGIONS] = tuple(self._regions)
+        return node
 
     def call_module(self, m: torch.nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A node, or in another thread the call itself."""
@@ -262,6 +328,115 @@ class Known(weakref.ref[Any]):
 def version_of(tensor: torch.Tensor) -> tuple[Known, Any]:
     """Which tensor it is, and how often it was written; one of inference mode, uncounted, as written at each look."""
     return Known(tensor), object() if tensor.is_inference() else tensor._version
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, of whatever classes it is made."""
+    found, seen, left = list[torch.Tensor](), set[int](), [batch]
+    while left:
+        each = left.pop()
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif id(each) not in seen and not isinstance(each, (type, torch.nn.Module)):
+            seen.add(id(each))
+            parts = [*getattr(each, "__dict__", {}).values()]
+            parts += [getattr(each, name, None) for name in _slots_of(type(each))]
+            parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
+            # Of names and lengths a batch has thousands.
+            left += [part for part in parts if type(part) not in _PLAIN]
+    return found
+
+
+# By class, which is not held.
+_SLOTS = weakref.WeakKeyDictionary[type, tuple[str, ...]]()
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    found = _SLOTS.get(kind)
+    if found is None:
+        found = _SLOTS[kind] = tuple(name for each in kind.__mro__ for name in vars(each).get("__slots__", ()))
+    return found
+
+
+def memory_of(batch: Any) -> frozenset[int]:
+    """Where the tensors of a batch begin."""
+    return frozenset(map(_begin_of, tensors_of(batch))) - {0}
+
+
+def written_since(tensors: list[torch.Tensor], versions: list[int | None]) -> list[torch.Tensor]:
+    """Those that were written since they had these versions, see ``_version_of``."""
+    return [tensor for tensor, version in zip(tensors, versions, strict=True) if _version_of(tensor) != version]
+
+
+def share_memory(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether any of the one lies where any of the other does: parts of one tensor that lie apart do not."""
+    spans = [span for span in map(_span_of, others) if span]
+    return any(span and span[0] < end and begin < span[1] for span in map(_span_of, some) for begin, end in spans)
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Where the elements of a plain tensor begin and end."""
+    begin = _begin_of(tensor)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (begin, begin + extent * tensor.element_size()) if begin and tensor.numel() else None
+
+
+def versions_now(tensors: list[torch.Tensor]) -> list[int | None]:
+    """How often each was written."""
+    return list(map(_version_of, tensors))
+
+
+def _begin_of(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided and type(tensor) is torch.Tensor else 0
+
+
+def is_other_part(ahead: Any, given: Any, memory: Callable[[], frozenset[int]]) -> bool:
+    """Whether arguments are other parts of a batch than those that a trace took, or of another form.
+
+    What neither of both took from the batch as it is was computed, perhaps drawn, and is not compared; nor is what lies
+    in the same memory. ``memory``: ``memory_of`` the batch, which is asked for where memory differs.
+    """
+    if ahead is given:
+        return False
+    if _form_of(ahead) != _form_of(given):
+        return True
+    if isinstance(ahead, torch.Tensor):
+        return _is_other_tensor(ahead, given, memory)
+    if isinstance(ahead, dict):
+        return ahead.keys() != given.keys() or any(is_other_part(ahead[key], given[key], memory) for key in ahead)
+    if isinstance(ahead, (list, tuple)):
+        pairs = zip(ahead, given, strict=False)
+        return len(ahead) != len(given) or any(is_other_part(one, other, memory) for one, other in pairs)
+    if _form_of(ahead):
+        if hasattr(ahead, "keys") and list(ahead.keys()) != list(given.keys()):
+            return True
+        return any(is_other_part(getattr(ahead, name)(), getattr(given, name)(), memory) for name in _PARTS)
+    return False
+
+
+def _form_of(value: Any) -> Any:
+    """What is compared alike; lists and dictionaries of a graph may be of other classes than the forward's."""
+    kinds = (torch.Tensor, dict, (list, tuple))
+    known = next((kind for kind in kinds if isinstance(value, kind)), None)
+    return type(value) if known is None and hasattr(value, "weights_or_none") else known
+
+
+def _is_other_tensor(ahead: torch.Tensor, given: torch.Tensor, memory: Callable[[], frozenset[int]]) -> bool:
+    begins = {_begin_of(ahead), _begin_of(given)}
+    if ahead.shape == given.shape and ahead.stride() == given.stride() and (len(begins) == 1 or not ahead.numel()):
+        return False
+    return not begins.isdisjoint(memory()) and not _hold_same(ahead, given)
+
+
+# Of bags, this project's or another library's.
+_PARTS = ("values", "weights_or_none", "lengths")
+
+
+def _hold_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, where a NaN is equal to any."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def read_by(module: torch.nn.Module) -> list[Any]:

@@ -84,7 +84,7 @@ optimizers_inside_unseen = patched(
 
 masters_of_nobody = patched(
     "Masters are attached to an optimizer that steps none of them.",
-    mutated(f"{_MASTERS}.attach", "(self.pairs and not self._stepped_by(optimizer))", "False"),
+    mutated(f"{_MASTERS}.attach", "(self.pairs and not self.stepped_by(optimizer))", "False"),
     kills="OPT-510",
 )
 
@@ -96,8 +96,8 @@ parameters_beside_masters = patched(
 
 masters_of_others_ended = patched(
     "The step of one optimizer takes the gradients of another's masters.",
-    mutated(f"{_MASTERS}.before_step", "list(self.pairs) if optimizer is None else", "list(self.pairs) if True else"),
-    mutated(f"{_MASTERS}.attach", "self.end(self._stepped_by(stepped))", "self.end(self.pairs)"),
+    mutated(f"{_MASTERS}.before_step", "masters = self.stepped_by(optimizer)", "masters = list(self.pairs)"),
+    mutated(f"{_MASTERS}.attach", "self.end(self.stepped_by(stepped))", "self.end(self.pairs)"),
     kills="OPT-511",
 )
 
@@ -127,9 +127,7 @@ own_masters_marked = patched(
 
 masters_of_none_refused = patched(
     "Masters of no parameter cannot be attached to an optimizer, which steps none of them.",
-    mutated(
-        f"{_MASTERS}.attach", "(self.pairs and not self._stepped_by(optimizer))", "not self._stepped_by(optimizer)"
-    ),
+    mutated(f"{_MASTERS}.attach", "(self.pairs and not self.stepped_by(optimizer))", "not self.stepped_by(optimizer)"),
     kills="OPT-580",
 )
 

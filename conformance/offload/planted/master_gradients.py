@@ -106,3 +106,33 @@ gradients_of_the_failed_step_shown = patched(
     mutated(f"{_STATES}:_has_own", "(param.grad is grad and grad._version == version)", "grad._version == version"),
     kills="OPT-540",
 )
+
+masters_that_left_stepped = patched(
+    "A step of everything at once takes the gradients of masters that left their groups.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader._step_whole",
+        "masters = self._stepped_masters()",
+        "masters = [] if self.masters is None else list(self.masters.pairs)",
+    ),
+    kills="OPT-570",
+)
+
+masters_that_left_checked = patched(
+    "A parameter whose master left its group counts as changed behind its master's back.",
+    mutated(
+        "twinproof.offload.offloader:OptimizerStateOffloader._check_step",
+        "self.masters.check(self._stepped_masters())",
+        "self.masters.check(self.masters.pairs)",
+    ),
+    kills="OPT-570",
+)
+
+closures_of_masters_that_left = patched(
+    "A closure gives its gradients to masters that the optimizer does not step, too.",
+    mutated(
+        f"{_STATES}:MasterWeights.with_closure",
+        "some, count = self.stepped_by(optimizer), 0",
+        "some, count = list(self.pairs), 0",
+    ),
+    kills="OPT-570",
+)

@@ -126,7 +126,7 @@ gradients_of_before_the_closure = patched(
     "Masters get the gradients that there are before the closure is evaluated.",
     mutated(
         "twinproof.offload.states:MasterWeights.before_step",
-        "given = self.with_closure(arguments[1:], options, masters)",
+        "given = self.with_closure(optimizer, arguments[1:], options)",
         "given = None",
     ),
     kills="OPT-432",

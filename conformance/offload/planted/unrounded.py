@@ -72,8 +72,8 @@ masters_of_attachment_rounded = patched(
     "Masters of a group that is added later are stepped, and never rounded into the model.",
     mutated(
         f"{_STATES}:MasterWeights.attach",
-        "optimizer.register_step_post_hook(lambda stepped, *_: self.end(self._stepped_by(stepped)))",
-        "optimizer.register_step_post_hook(lambda *_, mine=self._stepped_by(optimizer): self.end(mine))",
+        "optimizer.register_step_post_hook(lambda stepped, *_: self.end(self.stepped_by(stepped)))",
+        "optimizer.register_step_post_hook(lambda *_, mine=self.stepped_by(optimizer): self.end(mine))",
     ),
     kills="OPT-564",
 )
@@ -82,7 +82,7 @@ masters_of_attachment_given = patched(
     mutated(
         f"{_STATES}:MasterWeights.attach",
         "optimizer.register_step_pre_hook(self.before_step)",
-        "optimizer.register_step_pre_hook(lambda *a, mine=self._stepped_by(optimizer): self.start(mine))",
+        "optimizer.register_step_pre_hook(lambda *a, mine=self.stepped_by(optimizer): self.start(mine))",
     ),
     kills="OPT-564",
 )

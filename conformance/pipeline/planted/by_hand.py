@@ -94,7 +94,7 @@ contexts_replace_batches = patched(
 )
 second_calls_are_changed_ones = patched(
     "A second call is taken for one that a hook changed.",
-    mutated("twinproof.pipeline.driver:Pipeline._result_of", "ahead is not None and ", ""),
+    mutated("twinproof.pipeline.driver:Pipeline._result_of", "if ahead is not None:", "if True:"),
     kills="PIPE-573",
 )
 

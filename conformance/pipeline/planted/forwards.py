@@ -45,7 +45,7 @@ traces_cut_short = patched(
 forwards_of_others_do_not_run_ahead = patched(
     "A forward that somebody put on a module is not what runs ahead.",
     mutated(
-        "twinproof.pipeline.stages:FromBatch._compute",
+        "twinproof.pipeline.stages:FromBatch._called",
         "forward.replaced if isinstance(forward, Prepared) else forward",
         "None if isinstance(forward, Prepared) else forward",
     ),
@@ -64,7 +64,7 @@ detached_forwards_hand_out = patched(
 names_of_tuples_lost = patched(
     "A module that runs ahead is called with a plain tuple.",
     mutated(
-        "twinproof.pipeline.stages:FromBatch._compute",
+        "twinproof.pipeline.stages:FromBatch._called",
         "return node.target(*positional, **named)",
         'return positional if hasattr(node.target, "_fields") else node.target(*positional, **named)',
     ),

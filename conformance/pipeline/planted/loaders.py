@@ -73,3 +73,20 @@ held_lookups_of_semi_sync = patched(
     kills="PIPE-718",
     of="fastimpl",
 )
+
+
+refilled_batches_taken = patched(
+    "A batch that the loader writes over one in flight is taken.",
+    mutated(f"{_ENDS}._pulled", "if refilled or share_memory(written, given):", "if refilled:"),
+    kills="PIPE-773",
+)
+refilled_objects_taken = patched(
+    "An object that the loader fills while it is in flight is taken.",
+    mutated(f"{_ENDS}._pulled", "if refilled or share", "if share"),
+    kills="PIPE-773",
+)
+slots_in_turn_refused = patched(
+    "A batch is refused for memory of the same tensor that lies apart.",
+    mutated("twinproof.pipeline.tracing:share_memory", "span and span[0] < end and begin < span[1]", "span"),
+    kills="PIPE-773",
+)

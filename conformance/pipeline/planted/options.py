@@ -80,7 +80,7 @@ forwards_of_others_dropped = patched(
 )
 own_forward_ahead = patched(
     "What runs ahead is the forward of a module's class, whatever somebody put on the module.",
-    mutated("twinproof.pipeline.stages:FromBatch._compute", "if forward is None", "if True"),
+    mutated("twinproof.pipeline.stages:FromBatch._called", "if forward is None", "if True"),
     kills="PIPE-398",
 )
 

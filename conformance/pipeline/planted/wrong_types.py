@@ -78,7 +78,7 @@ no_engine_where_it_is_false = patched(
 
 loaders_are_iterators = patched(
     "What is no iterator is Python's error.",
-    swap("twinproof.pipeline.driver:check_loader", lambda loader: loader),
+    swap("twinproof.pipeline.config:check_loader", lambda loader: loader),
     kills="PIPE-696",
 )
 iterables_are_iterators = patched(
