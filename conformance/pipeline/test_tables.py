@@ -392,6 +392,41 @@ def test_optimizers_as_they_are(pipeline: Any, kind: str) -> None:
 
 
 @requirement(
+    "PIPE-774",
+    "A collection whose tables carry an optimizer that has stepped MUST NOT be cut, for its states would be lost: the "
+    "refusal names the optimizer and its steps, and changes nothing. One that keeps no states MUST be cut.",
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("way", ["table_wise(0)", "row_wise()", "data_parallel()"])
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_optimizers_that_have_stepped(pipeline: Any, kind: str, way: str) -> None:
+    optimizer, given = OPTIMIZERS[kind]
+    configs = [pipeline.EmbeddingBagConfig(6, 4, f"t{i}", feature_names=[f"f{i}"]) for i in range(2)]
+    whole = collection_of(pipeline, configs, [values_of((6, 4), i) for i in range(2)])
+    pipeline.apply_optimizer_in_backward(optimizer, whole.parameters(), given)
+    batch, plan = random_jagged(["f0", "f1"], [6, 6], 3, 1), {"t0": pipeline.table_wise(0)}
+    plan["t1"] = {"row_wise()": pipeline.row_wise(), "data_parallel()": pipeline.data_parallel()}.get(way, plan["t0"])
+    for _ in range(2):
+        whole(batch.kjt(pipeline)).values().backward(values_of((3, 8), 2))
+    held = [table.weight._in_backward_optimizers[0] for table in whole.embedding_bags.values()]
+    before = [dict(one.state_dict()["state"].get(0, {})) for one in held]
+    if kind == "sgd":
+        with succeeds("a cut", where=kind):
+            pipeline.ShardedEmbeddingBagCollection(whole, plan)
+        return
+    with raises(ConfigError, mentions=(f"{optimizer.__name__} after 2 steps",), where=kind):
+        pipeline.ShardedEmbeddingBagCollection(whole, plan)
+    for one, states in zip(held, before, strict=True):
+        for name, value in states.items():
+            assert_bits(one.state_dict()["state"][0][name], value, f"{name} behind the refusal")
+    # Whoever begins anew says so.
+    for one in held:
+        one.state.clear()
+    with succeeds("a cut", where=f"{kind}, cleared"):
+        pipeline.ShardedEmbeddingBagCollection(whole, plan)
+
+
+@requirement(
     "PIPE-223",
     "Tables MUST be found under embedding_bags.{table}.weight by get_model_state_dict of the model around them and by "
     "named_parameters of their module, cut or not; an optimizer over the model MUST not be handed cut tables.",

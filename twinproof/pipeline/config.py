@@ -574,7 +574,8 @@ def optimizer_in_backward(params: Sequence[torch.nn.Parameter]) -> FusedOptimize
     """The optimizer that all of these parameters carry, with its own hyperparameters; None where none carries any.
 
     Raises:
-        ConfigError: some carry one and some none, several, or different ones; one without a fused formula.
+        ConfigError: some carry one and some none, several, or different ones; one without a fused formula; one that has
+            states of steps, which a cut would lose.
     """
     carried = [_carried(param) for param in params]
     if not any(carried):
@@ -619,6 +620,13 @@ def _as_fused(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
     if others:
         raise ConfigError(
             "not taken by an optimizer in the backward", got=others, expected="each of them 0 or False", where=name
+        )
+    if steps := [float(states["step"]) for states in optimizer.state.values() if states.get("step", 0) > 0]:
+        raise ConfigError(
+            "the optimizer of a table has stepped, and a cut takes none of its states",
+            got=f"{name} after {steps[0]:.0f} steps",
+            expected="a cut before the first step, or an optimizer whose state was cleared",
+            where="apply_optimizer_in_backward",
         )
     parts: dict[str, float] = {key: float(group[key]) for key in ("lr", "eps") if key in group}
     if "betas" in group:

@@ -140,3 +140,9 @@ rates_of_the_number_of_a_step = patched(
     ),
     kills="PIPE-683",
 )
+
+states_are_left_behind = patched(
+    "A cut leaves the states of an optimizer that has stepped behind, in silence.",
+    mutated("twinproof.pipeline.config:_as_fused", 'if states.get("step", 0) > 0', "if not states"),
+    kills="PIPE-774",
+)
