@@ -82,7 +82,7 @@ def _load(checkpoint: Any, model: _Model, folder: Path, how: str) -> None:
 def test_stored_tables(checkpoint: Any, kvstore: Any, tmp_path: Path, how: str) -> None:
     saved, empty, other = (_Model(kvstore) for _ in range(3))
     saved.step(1, 2)
-    other.step(*(() if how == "states" else (9,)))
+    other.step(9)
     with alone(), succeeds("a save", where=how):
         _save(checkpoint, saved, tmp_path / "run", how)
     before = saved.values()
@@ -94,6 +94,45 @@ def test_stored_tables(checkpoint: Any, kvstore: Any, tmp_path: Path, how: str) 
     if how != "hf":
         empty.step(3)
         assert_same_tensors(empty.values(), saved.values(), where=f"{how}: the step behind")
+
+
+@requirement(
+    "CKPT-975",
+    "A row store among the states MUST have the saved rows alone, of all its tables, behind a load that takes steps of "
+    "the same program back: rows that came since MUST be gone, by load_training and a manager. Its own load_state_dict "
+    "keeps them.",
+)
+def test_stores_taken_back(checkpoint: Any, kvstore: Any, tmp_path: Path) -> None:
+    layouts = {name: kvstore.RowLayout(4, optimizer="adam") for name in ("t", "u")}
+
+    def rows(store: Any) -> dict[str, torch.Tensor]:
+        return {f"{name}.{at}": each for name in layouts for at, each in enumerate(_rows_of(store, name))}
+
+    for how in ("training", "manager"):
+        store = kvstore.KVStore(layouts, optimizer_in_row=True)
+        model = torch.nn.Linear(1, 1)
+        given = {"optimizers": torch.optim.SGD(model.parameters(), lr=0.1), "states": {"store": store}}
+        folder = tmp_path / how
+        store.apply_gradients("t", torch.arange(5), torch.ones(5, 4), 0.1)
+        with alone(), checkpoint.CheckpointManager(folder, model=model, interval=1, **given) as manager:
+            checkpoint.save_training(folder / "step-1", model, step=1, durable=False, **given)
+            before = rows(store)
+            for name in layouts:
+                store.apply_gradients(name, torch.arange(3, 9), torch.ones(6, 4), 0.1)
+            if how == "training":
+                checkpoint.load_training(folder / "step-1", model, **given)
+            else:
+                manager.load(1)
+        assert_same_tensors(rows(store), before, where=how)
+        state = store.state_dict()
+        store.apply_gradients("u", torch.tensor([7]), torch.ones(1, 4), 0.1)
+        store.load_state_dict(state)
+        assert_equal(store.ids("u").tolist(), [7], where=f"{how}: ids behind the store's own load")
+
+
+def _rows_of(store: Any, table: str) -> tuple[torch.Tensor, ...]:
+    ids = store.ids(table)
+    return ids, store.get_rows(table, ids), torch.tensor(store.step_count(table))
 
 
 def _load_on_ranks(rank: Rank, folder: str) -> None:

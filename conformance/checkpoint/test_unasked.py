@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from conformance.checkpoint.trainer import Said, alone
 from conformance.harness import Rank, assert_equal, assert_same_tensor, raises, requirement, succeeds
@@ -393,6 +396,254 @@ def test_empty_mappings_in_lists(checkpoint: Any, tmp_path: Path, way: str) -> N
         with succeeds("a load", where=f"an object that says {what}"):
             found = _load(checkpoint, tmp_path, way, now)
         assert_equal(_plain(found), _plain(said), where=f"an object that had said {what}")
+
+
+class _Remembers(torch.nn.Linear):
+    """A module that says something beside its tensors."""
+
+    def __init__(self, said: Any) -> None:
+        super().__init__(2, 2)
+        self.said = said
+
+    def get_extra_state(self) -> Any:
+        return self.said
+
+    def set_extra_state(self, state: Any) -> None:
+        self.said = state
+
+
+_EXTRA: dict[str, tuple[Any, Any]] = {
+    "counts": ({"seen": {"wiki": 3, "books": 2}, "n": 2}, {"seen": {}, "n": 0}),
+    "tensors": ({"mean": {"a": torch.ones(2)}, "all": [torch.ones(1), 5]}, {"mean": {}, "all": []}),
+    "by numbers": ({"at": {0: 4, 7: torch.ones(2)}}, {"at": {}}),
+    "of another size": ({"losses": torch.arange(3.0, dtype=torch.float64)}, {"losses": torch.zeros(1)}),
+    "nothing by now": ({"wiki": 1}, {}),
+}
+
+
+@requirement(
+    "CKPT-970",
+    "A module MUST get back all entries of the mapping that it said as its extra state, from load_training and from a "
+    "manager, whether a fresh one has fewer of them or others; those that it said none of MUST be gone.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_extra_states_of_other_entries(checkpoint: Any, tmp_path: Path, way: str) -> None:
+    for number, (what, pair) in enumerate(_EXTRA.items()):
+        for path, (said, fresh) in ((f"{number}", pair), (f"{number} back", pair[::-1])):
+            model = torch.nn.Sequential(_Remembers(deepcopy(said)), _Remembers({"n": 1}))
+            with alone():
+                checkpoint.save_training(tmp_path / path / "step-1", model, [], 1, states=_frozen(model), durable=False)
+            again = torch.nn.Sequential(_Remembers(deepcopy(fresh)), _Remembers({"n": 0}))
+            with succeeds("a load", where=f"{what}, {path}"):
+                _load_into(checkpoint, tmp_path / path, way, again, [], _frozen(again))
+            expected = [{**{k: {} for k, v in fresh.items() if isinstance(v, dict)}, **said}, {"n": 1}]
+            found = [each.said for each in again]
+            assert_equal(_plain(found), _plain(expected), where=f"{what}, {path}")
+
+
+def _frozen(model: torch.nn.Module) -> dict[str, Any]:
+    """States of a model that nobody trains."""
+    model.requires_grad_(False)
+    return {}
+
+
+def _own_objects(rank: Rank, path: str) -> None:
+    # Each rank has an object under a name of its own, and one that all have.
+    checkpoint, own = rank.component("checkpoint"), f"loader {rank.rank}"
+    model, optimizer, _ = _run(None)
+    states = {own: Said({"at": {"wiki": rank.rank}, "n": 1}), "all": Said({"seen": {"wiki": 3}})}
+    checkpoint.save_training(f"{path}/step-1", model, optimizer, 1, states=states, durable=False)
+    for way in ("load_training", "a manager"):
+        fresh = {own: Said({"at": {}, "n": 0}), "all": Said({"seen": {}})}
+        _load_into(checkpoint, Path(path), way, model, optimizer, fresh)
+        for name, state in states.items():
+            assert_equal(fresh[name].said, state.said, where=f"{name} by {way}")
+
+
+@requirement(
+    "CKPT-971",
+    "An object that stands under a name of one rank alone, as a rank's own data loader, MUST get back all that it "
+    "said, also what a fresh one does not ask for, as one that all ranks have does.",
+)
+def test_objects_of_one_rank(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_own_objects, 2, str(tmp_path))
+
+
+class _Slow(torch.optim.SGD):
+    """Keeps a slow copy of each parameter, and when it was made, from its third step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        """One step."""
+        result = super().step(closure)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            state = self.state[param]
+            state["n"] = state.get("n", 0) + 1
+            if state["n"] == 3:
+                state.update({"slow": param.detach().clone().double(), "at": {"step": torch.tensor(3), "n": {"m": 3}}})
+        return result
+
+
+def _adam(params: Any, is_saved: bool) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.1, amsgrad=is_saved)
+
+
+def _slow(params: Any, is_saved: bool) -> torch.optim.Optimizer:
+    return _Slow(params, lr=0.1, momentum=0.5)
+
+
+def _trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step_count: int) -> None:
+    for _ in range(step_count):
+        for place, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, 0.5 + place)
+        optimizer.step()
+
+
+def _states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def whole(value: Any) -> Any:
+        # As it is cut, too.
+        return [str(value.placements), value.full_tensor()] if isinstance(value, DTensor) else value
+
+    return {
+        name: {key: _plain(whole(value)) for key, value in sorted(optimizer.state[param].items())}
+        for name, param in model.named_parameters()
+    }
+
+
+def _later_states(rank: Rank, path: str) -> None:
+    checkpoint, mesh = rank.component("checkpoint"), init_device_mesh("cpu", (rank.world_size,))
+    for way, make in itertools.product(("load_training", "a manager"), (_slow, _adam)):
+        models = [torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)]
+        for model in models:
+            model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        saved, fresh = (make(model.parameters(), model is models[0]) for model in models)
+        _trained(models[0], saved, 4)
+        folder = Path(f"{path}/{way} {make.__name__}")
+        checkpoint.save_training(folder / "step-1", models[0], saved, 1, durable=False)
+        _load_into(checkpoint, folder, way, models[1], fresh, {})
+        where = f"{make.__name__} by {way}"
+        assert_equal(_states(models[1], fresh), _states(models[0], saved), where=where)
+        assert_equal(fresh.param_groups[0].get("amsgrad"), saved.param_groups[0].get("amsgrad"), where=where)
+        for model, optimizer in zip(models, (saved, fresh), strict=True):
+            _trained(model, optimizer, 1)
+        assert_equal(_states(models[1], fresh), _states(models[0], saved), where=f"{where}, a step later")
+
+
+@requirement(
+    "CKPT-972",
+    "States that an optimizer makes behind its first step, or by an option that the checkpoint has and a fresh one has "
+    "not, MUST come back with their values and dtypes, sharded as their parameters, from load_training and a manager.",
+)
+def test_states_of_later_steps(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    for rank_count in (1, 2):
+        rank_pool.run(_later_states, rank_count, str(tmp_path / f"{rank_count}"))
+
+
+@requirement(
+    "CKPT-973",
+    "Options of an optimizer's groups that a fresh one has not, as initial_lr of a scheduler that comes later, MUST "
+    "come back, each in the group of its parameters; names of parameters stay as the program gave them.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_options_of_groups(checkpoint: Any, tmp_path: Path, way: str) -> None:
+    def made() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        model = torch.nn.Linear(2, 2)
+        return model, torch.optim.SGD([{"params": [each], "lr": 0.1} for each in model.parameters()])
+
+    model, saved = made()
+    torch.optim.lr_scheduler.ExponentialLR(saved, 0.5)
+    for place, group in enumerate(saved.param_groups):
+        group.update({"until": 70 + place, "scale": torch.tensor([place], dtype=torch.int64), "param_names": ["old"]})
+        group["lr"] = 0.01
+    with alone():
+        checkpoint.save_training(tmp_path / "step-1", model, saved, 1, durable=False)
+    model, fresh = made()
+    _load_into(checkpoint, tmp_path, way, model, fresh, {})
+    for place, group in enumerate(fresh.param_groups):
+        found = {name: _plain(group.get(name)) for name in ("lr", "initial_lr", "until", "scale", "param_names")}
+        expected = {"lr": 0.01, "initial_lr": 0.1, "until": 70 + place, "scale": _plain(torch.tensor([place]))}
+        assert_equal(found, {**expected, "param_names": None}, where=f"group {place}")
+
+
+@requirement(
+    "CKPT-976",
+    "Parameters that stand in one group of an optimizer, and were saved in groups of different options, MUST be "
+    "refused by names and options: all would get the options of the first. With the same options they MUST load.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_groups_that_were_several(checkpoint: Any, tmp_path: Path, way: str) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"lr": 0.1}, {"lr": 0.5}, "'lr': {'weight': 0.1, 'bias': 0.5}"),
+        ({"momentum": 0.5}, {"momentum": 0.0}, "'momentum'"),
+        ({"lr": torch.tensor(0.25)}, {"lr": torch.tensor(0.5)}, "'lr'"),
+        ({}, {"until": 7}, "'until': {'weight': None, 'bias': 7}"),
+        ({"eps": math.nan, "lr": torch.tensor(0.25)}, {"eps": math.nan, "lr": torch.tensor(0.25)}, ""),
+    ]
+    for number, (of_weight, of_bias, shown) in enumerate(cases):
+        model, now, path = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), tmp_path / f"{number}"
+        groups = [{"params": [model.weight], **of_weight}, {"params": [model.bias], **of_bias}]
+        saved, fresh = torch.optim.SGD(groups, lr=0.3), torch.optim.SGD(now.parameters(), lr=0.7)
+        with alone():
+            checkpoint.save_training(path / "step-1", model, saved, 1, durable=False)
+        if not shown:
+            with succeeds("a load", where=f"{of_weight}"):
+                _load_into(checkpoint, path, way, now, fresh, {})
+            assert_equal(_plain(fresh.param_groups[0]["lr"]), _plain(of_weight["lr"]), where=f"{of_weight}")
+            continue
+        mentions = ("different options", shown)
+        with raises(PlanError, mentions=mentions, where=f"{of_weight} beside {of_bias}"):
+            _load_into(checkpoint, path, way, now, fresh, {})
+        assert_equal(fresh.param_groups[0]["lr"], 0.7, where=f"{of_weight} beside {of_bias}")
+
+
+class _Counts(torch.nn.Linear):
+    """With a buffer of any dtype."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("seen", seen)
+
+
+@requirement(
+    "CKPT-974",
+    "A load of a training checkpoint into tensors of a model whose dtype does not hold what was saved, fractions in "
+    "integers or integers of fewer bits, MUST be refused by all their names and change nothing; floats are rounded.",
+)
+@pytest.mark.parametrize("way", ["load_training", "a manager"])
+def test_dtypes_that_lose(checkpoint: Any, tmp_path: Path, way: str) -> None:
+    cases = {
+        (torch.float32, torch.int64): False,
+        (torch.int64, torch.uint8): False,
+        (torch.int64, torch.float32): False,
+        (torch.int32, torch.bool): False,
+        (torch.uint64, torch.int64): False,
+        (torch.complex64, torch.float32): False,
+        (torch.int32, torch.int64): True,
+        (torch.uint8, torch.int16): True,
+        (torch.bool, torch.int32): True,
+        (torch.float32, torch.bfloat16): True,
+        (torch.float16, torch.float64): True,
+        (torch.uint64, torch.uint64): True,
+    }
+    for number, ((saved, target), is_held) in enumerate(cases.items()):
+        model, now = (_Counts(torch.full((3,), fill).to(dtype)) for fill, dtype in ((1.0, saved), (0.0, target)))
+        where = f"{saved} into {target}"
+        with alone():
+            path = tmp_path / f"{number}"
+            checkpoint.save_training(path / "step-1", model, _sgd(model), 1, durable=False)
+        before = {name: value.clone() for name, value in now.state_dict().items()}
+        if is_held:
+            with succeeds("a load", where=where):
+                _load_into(checkpoint, path, way, now, _sgd(now), {})
+            assert_same_tensor(now.get_buffer("seen"), torch.ones(3, dtype=target), where=where)
+            continue
+        with raises(PlanError, mentions=("lose what was saved", f"'seen': ({target}, {saved})"), where=where):
+            _load_into(checkpoint, path, way, now, _sgd(now), {})
+        for name, value in before.items():
+            assert_same_tensor(now.state_dict()[name], value, where=f"{where}: {name}")
+
+
+def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 class _Grown(torch.nn.Linear):

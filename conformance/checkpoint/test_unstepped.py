@@ -600,3 +600,63 @@ def test_entries_behind_a_load(checkpoint: Any, tmp_path: Path, kind: str) -> No
         run.load(checkpoint, tmp_path / "ck")
         found = [param in run.optimizer.state for param in run.model.parameters()]
         assert_equal(found, expected, where=f"{kind}, {what}")
+
+
+def _frozen_on_ranks(rank: Rank, folder: str) -> None:
+    # Torch's Rprop steps no cut parameters.
+    for kind in ("Adam", "SGD with dampening"):
+        for cut, mesh in (("whole", None), ("cut", mesh_of(rank))):
+            saved, straight = (_Run(kind, mesh=mesh) for _ in range(2))
+            for run in (saved, straight):
+                run.step(1, 2)
+                run.model.first.requires_grad_(False)
+                run.step(3)
+            checkpoint, path, before = rank.component("checkpoint"), f"{folder}/{kind} {cut}", saved.values()
+            checkpoint.save_training(path, saved.model, saved.optimizer, 3, durable=False)
+            with torch.no_grad():
+                for state in saved.optimizer.state.values():
+                    for value in (each for each in state.values() if isinstance(each, torch.Tensor)):
+                        value.zero_()
+            checkpoint.load_training(path, saved.model, saved.optimizer)
+            assert_same_tensors(saved.values(), before, where=f"{kind}, {cut}")
+            for run in (saved, straight):
+                run.model.first.requires_grad_(True)
+                run.step(4)
+            assert_same_tensors(saved.values(), straight.values(), where=f"{kind}, {cut}, a step behind")
+
+
+@requirement(
+    "CKPT-977",
+    "States that an optimizer has of frozen parameters, as of layers that train later again, MUST be those of the "
+    "checkpoint behind a load, and not be gone.",
+)
+def test_states_of_frozen_parameters(checkpoint: Any, rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_frozen_on_ranks, 2, str(tmp_path))
+
+
+@requirement(
+    "CKPT-978",
+    "Optimizers that step the same parameters MUST be refused by name before anything is saved or loaded, by "
+    "save_training, load_training and where a manager is made: of states of one name one would be lost.",
+)
+def test_optimizers_of_the_same_parameters(checkpoint: Any, tmp_path: Path) -> None:
+    run = _Run()
+    run.save(checkpoint, tmp_path / "ck")
+    both = [run.optimizer, torch.optim.SGD([run.model.first.weight, run.model.second.bias], lr=0.2, momentum=0.9)]
+
+    def manager() -> None:
+        # Where it is made, or with its first save.
+        with checkpoint.CheckpointManager(tmp_path / "run", model=run.model, optimizers=both, interval=1):
+            pass
+
+    calls: dict[str, Callable[[], Any]] = {
+        "save_training": lambda: checkpoint.save_training(tmp_path / "new", run.model, both, 1, durable=False),
+        "load_training": lambda: checkpoint.load_training(tmp_path / "ck", run.model, both),
+        "a manager": manager,
+    }
+    for what, call in calls.items():
+        mentions = ("step the same parameters", "2 such parameters", "Adam, SGD")
+        with raises(ConfigError, mentions=mentions, where=what), alone():
+            call()
+    found = [path.name for path in tmp_path.iterdir()], [len(each.state) for each in both]
+    assert_equal(found, (["ck"], [0, 0]), where="what is there")

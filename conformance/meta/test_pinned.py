@@ -100,7 +100,7 @@ def test_a_forked_child_calls_nothing(cuda: _Cuda) -> None:
     assert cuda.calls == ["pin", "synchronize", "unpin"]
 
 
-def test_memory_that_cannot_be_unpinned_stays_and_so_does_the_rest(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_unpinned_stays(cuda: _Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     memories = [engine.pinned_empty(100 * count, DEVICE) for count in (1, 2, 3)]
     pinned = list(cuda.pinned)
     cuda.is_capturing = True

@@ -307,6 +307,43 @@ class NativeStorageReader(FileSystemReader):
             ) from error
 
 
+class _KeepingPlanner(FillingPlanner):
+    """FillingPlanner that refuses dtypes which do not hold what was saved: torch casts, as 300.7 to 44 of a uint8.
+
+    Raises:
+        PlanError: all such names at once. Floats are rounded to floats, and complex values to complex ones.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """As there."""
+        assert self.metadata is not None
+        plan: LoadPlan = super().create_local_plan()
+        saved: dict[str, Any] = self.metadata.state_dict_metadata
+        dtypes = {
+            fqn: (value.dtype, saved[fqn].properties.dtype)
+            for fqn, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor) and isinstance(saved.get(fqn), TensorStorageMetadata)
+        }
+        if wrong := {fqn: pair for fqn, pair in dtypes.items() if not _holds(*pair)}:
+            expected = "one of the same kind, and integers of as many bits"
+            raise PlanError(
+                "dtypes that lose what was saved, as (target, saved)", got=wrong, expected=expected, where=min(wrong)
+            )
+        return plan
+
+
+def _holds(target: torch.dtype, saved: torch.dtype) -> bool:
+    def kind(dtype: torch.dtype) -> tuple[bool, bool]:
+        return dtype.is_floating_point, dtype.is_complex
+
+    if target == saved or kind(target) != kind(saved) or any(kind(target)):
+        return kind(target) == kind(saved)
+    try:
+        return torch.promote_types(target, saved) == target
+    except RuntimeError:  # Torch knows no dtype for both.
+        return False
+
+
 # What torch says, without a name, of bytes that are no tensor's, and of a tensor of another shape.
 _OTHER_BYTES = (EOFError, pickle.UnpicklingError, IndexError, AssertionError, RuntimeError)
 
@@ -448,8 +485,8 @@ def load_training(
     Raises:
         MissingCheckpointError: nothing is there. FormatError: a checkpoint of HF's format, which holds the model alone.
         CheckpointException: torch's, with each rank's named error: a MissingKeyError of all names that the checkpoint
-            lacks, a PlanError of all shapes that differ, a CorruptionError where chunks or files lack a part of what
-            is asked for.
+            lacks, a PlanError of all shapes that differ, or of all dtypes that do not hold what was saved (floats are
+            rounded to floats), a CorruptionError where chunks or files lack a part of what is asked for.
     """
 
     def begun() -> tuple[list[torch.nn.Module], State]:
@@ -485,13 +522,13 @@ def load_native(
     """
     group, reader, state = several_ranks(process_group), NativeStorageReader(path), State()
 
-    def targets() -> tuple[T, State, State, FillingPlanner]:
+    def targets() -> tuple[T, State, State, _KeepingPlanner]:
         first, found = begun()
         state.update(found)
         told = told_by(state, reader.names())
         told.update({name: as_saved(told[name], name, reader.names()) for name in _objects(state)})
         told = with_memory(told, reader, rank_count_of(group))
-        return first, told, keys_as_text(told, ""), FillingPlanner()
+        return first, told, keys_as_text(told, ""), _KeepingPlanner()
 
     def taken() -> State:
         loaded = without_parts(with_own_keys(told, asked))
@@ -501,11 +538,11 @@ def load_native(
 
     try:
         first, told, asked, planner = together(targets, group)
-        rest, unlike = together(lambda: not_asked(asked, state, reader.read_metadata()), group)
+        rest, unlike, known = together(lambda: not_asked(asked, state, reader.read_metadata()), group)
         if on_any_rank(bool(rest or unlike), group):
-            # What another rank asks for is its own: states may be in parts.
-            common = set.intersection(*map(set, gather(rest, group)))
-            lost = [*(name for name in rest if name in common), *unlike]
+            # What another rank asks for is its own: states may be in parts. One that has no such object asks for none.
+            by_rank = gather(known, group)
+            lost = [*(name for name in rest if not any(name in names for names in by_rank)), *unlike]
             asked = together(lambda: with_places(asked, lost, reader.read_metadata(), state), group)
         dcp.load(asked, storage_reader=reader, planner=planner, process_group=process_group)
         loaded = together(taken, group)
@@ -542,8 +579,11 @@ def set_model(model: torch.nn.Module, state: State) -> None:
 
 
 def _objects(state: State) -> list[str]:
+    """Objects, and what modules say beside their tensors: both may have other entries by the time of a load."""
     # What optimizers have is asked for by the names of their parameters.
-    return [n for n, each in state.items() if isinstance(each, Stateful) and not isinstance(each, OptimizerStates)]
+    objects = [n for n, each in state.items() if isinstance(each, Stateful) and not isinstance(each, OptimizerStates)]
+    extras = (n for n, each in state.items() if isinstance(each, Mapping | list))
+    return objects + [name for name in extras if name.rpartition(".")[2] == _EXTRA_STATE]
 
 
 def told_by(state: State, saved: Collection[str] | None = None) -> State:
@@ -552,10 +592,7 @@ def told_by(state: State, saved: Collection[str] | None = None) -> State:
     def said(name: str) -> Any:
         value = state[name]
         if isinstance(value, OptimizerStates) and saved is not None:
-            prefix = f"{name}."
-            # A parameter of the model may have a name that begins with this one.
-            own = (each for each in saved if each.startswith(prefix) and each not in state)
-            return value.targets([each.removeprefix(prefix) for each in own])
+            return value.targets(_below(name, saved, state))
         return value.state_dict() if isinstance(value, Stateful) else value
 
     # Torch asks objects for their states where nobody hears of a rank that fails. In its order: they may exchange some.
@@ -566,6 +603,13 @@ def told_by(state: State, saved: Collection[str] | None = None) -> State:
             if not flatten_state_dict({name: result[name]})[0]:
                 result[f"{_NO_TEXT}{name}"] = None
     return result
+
+
+def _below(name: str, saved: Iterable[str], state: Container[str]) -> list[str]:
+    """Names of a checkpoint that begin with this one, without it."""
+    prefix = f"{name}."
+    # A parameter of the model may have a name that begins with this one.
+    return [each.removeprefix(prefix) for each in saved if each.startswith(prefix) and each not in state]
 
 
 # What an object has by now and had not when it was saved: states of a parameter without a step, entries of a log.
@@ -632,8 +676,12 @@ def _with_parts(value: Mapping[Any, Any], parts: Mapping[Any, Any]) -> Any:
 def give_back(state: State, told: State) -> None:
     """Give each object what was loaded for it, and keep the values of the others."""
     for name in sorted(state):
-        if isinstance(state[name], Stateful):
-            state[name].load_state_dict(told[name])
+        each = state[name]
+        if isinstance(each, Stateful):
+            # A row store's own load leaves the rows that a state dict does not list: those of steps taken back. Of a
+            # module rows are a part.
+            is_store = not isinstance(each, torch.nn.Module) and hasattr(type(each), "load_key_value_state_dict")
+            getattr(each, "load_key_value_state_dict" if is_store else "load_state_dict")(told[name])
         else:
             state[name] = told[name]
 
@@ -688,18 +736,20 @@ class _Place:
     value: torch.Tensor | None
 
 
-def not_asked(asked: State, owners: State, metadata: Metadata) -> tuple[list[str], list[str]]:
+def not_asked(asked: State, owners: State, metadata: Metadata) -> tuple[list[str], list[str], set[str]]:
     """What the checkpoint has of objects, and these targets have no place for; and what they have no fitting one for.
 
-    Torch would cast a tensor to the dtype that a fresh object begins with, which loses what it cannot hold, and refuse
-    one of another size. Of ``optimizers`` that is so of options, as a learning rate. ``owners``: what said the targets.
+    And the names that they ask for of objects. Torch would cast a tensor to the dtype that a fresh object begins with,
+    which loses what it cannot hold, and refuse one of another size. Of ``optimizers`` that is so of options, as a
+    learning rate; of a parameter that this rank has all states and options are its own. ``owners``: what said the
+    targets.
     """
     saved, paths, names = metadata.state_dict_metadata, metadata.planner_data, _objects(owners)
     optimizers = [name for name, each in owners.items() if isinstance(each, OptimizerStates)]
     # A planner of somebody else's may keep no paths.
     if not names + optimizers or not isinstance(paths, Mapping):
-        return [], []
-    mine, _ = flatten_state_dict({name: asked[name] for name in names + optimizers})
+        return [], [], set()
+    mine, mine_of = flatten_state_dict({name: asked[name] for name in names + optimizers})
     below = {fqn: path for fqn, path in paths.items() if len(path) > 1}
     rest = [fqn for fqn, path in below.items() if path[0] in names and fqn not in mine]
     unlike = [
@@ -708,7 +758,8 @@ def not_asked(asked: State, owners: State, metadata: Metadata) -> tuple[list[str
         if fqn in mine and not _fits(mine[fqn], saved[fqn])
         if path[0] in names or str(path[1]).startswith(GROUPS)
     ]
-    return rest, unlike
+    later = [f"{name}.{each}" for name in optimizers for each in owners[name].not_asked(_below(name, saved, owners))]
+    return rest, unlike + later, {fqn for fqn in mine if mine_of[fqn][0] in names}
 
 
 def _fits(target: Any, saved: Any) -> bool:
@@ -730,25 +781,32 @@ def with_places(asked: State, fqns: Collection[str], metadata: Metadata, owners:
             of a sharded parameter that is sharded otherwise.
     """
     tree: dict[Any, Any] = {}
-    params = {name: _params_by_number(owner) for name, owner in owners.items()}
+    params = {name: _params_of_states(owner) for name, owner in owners.items()}
     for fqn in fqns:
         path, saved, node = metadata.planner_data[fqn], metadata.state_dict_metadata[fqn], tree
+        if isinstance(owners[path[0]], OptimizerStates):
+            # Whatever mappings it was saved in: it is one mapping here.
+            path = path[0], fqn.removeprefix(f"{path[0]}.")
         *before, last = path
         for key in before:
             node = node.setdefault(key, {})
         memory = None
         if isinstance(saved, TensorStorageMetadata):
-            is_state = len(path) > 3 and path[1] == "state"
-            memory = _memory_for(saved, params[path[0]].get(str(path[2])) if is_state else None, fqn)
+            memory = _memory_for(saved, params[path[0]].get(tuple(map(str, path[1:3]))), fqn)
         node[last] = _Place(memory)
     said = {name.removeprefix(_NO_TEXT) for name in metadata.state_dict_metadata if name.startswith(_NO_TEXT)}
     return {**asked, **{name: _placed_in(asked[name], below, name, said) for name, below in tree.items()}}
 
 
-def _params_by_number(owner: Any) -> dict[str, torch.Tensor]:
-    """The parameters of an optimizer among the states, under the texts of the numbers that it counts them by."""
+def _params_of_states(owner: Any) -> dict[tuple[str, ...], torch.Tensor]:
+    """The parameters of an optimizer, by how paths to their states go on behind its name, at most two keys of them.
+
+    Of one among the states by the numbers that it counts them by; of ``optimizers`` by the states that come later.
+    """
+    if isinstance(owner, OptimizerStates):
+        return {(name,): param for name, param in owner.later.items()}
     params = params_of([owner]) if isinstance(owner, torch.optim.Optimizer) else []
-    return {str(number): param for number, param in enumerate(params)}
+    return {("state", str(number)): param for number, param in enumerate(params)}
 
 
 def _memory_for(saved: TensorStorageMetadata, param: torch.Tensor | None, fqn: str) -> torch.Tensor:

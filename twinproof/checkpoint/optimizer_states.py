@@ -50,6 +50,10 @@ class OptimizerStates(Stateful):
             else [(part, [optimizer]) for part, optimizer in zip(parts, optimizers, strict=True)]
         )
         self._filled: list[torch.optim.Optimizer] = []
+        # Of the last ``targets``: each parameter, and the names of its states that were asked for.
+        self._asked: dict[str, tuple[torch.Tensor, list[str]]] = {}
+        # Of the last ``not_asked``: the parameters of the states that no fresh optimizer asks for.
+        self.later: dict[str, torch.Tensor] = {}
 
     def check_params(self) -> None:
         """Refuse parameters that are none of the model's, which no save could name, before one is made.
@@ -60,6 +64,7 @@ class OptimizerStates(Stateful):
             plain = [each for each in mine if type(each).state_dict is torch.optim.Optimizer.state_dict]
             if foreign := _of_no_model(part, plain):
                 raise foreign
+            _check_apart(plain)
 
     def state_dict(self) -> State:
         """The states that there are."""
@@ -74,6 +79,7 @@ class OptimizerStates(Stateful):
         result: State = {}
         # Whom another load gave states may have trained since.
         self._filled = []
+        self._asked = {}
         has_states = any(name.startswith(_STATE) for name in saved)
         for part, mine in self.pairs:
             for optimizer in mine:
@@ -84,6 +90,7 @@ class OptimizerStates(Stateful):
             states = _states_of(flat, mine)
             with_states = {_owner(name, states) for name in saved if name.startswith(_STATE)}
             left: set[str] = set()
+            self._asked |= {name: (param, keys) for name, (param, keys) in states.items() if param is not None}
             for name, (param, keys) in states.items():
                 if name not in with_states:
                     # What shares a parameter cannot be forgotten alone: torch names what the checkpoint lacks.
@@ -98,8 +105,78 @@ class OptimizerStates(Stateful):
             result = merged([result, {key: value for key, value in flat.items() if key not in left}])
         return result
 
+    def not_asked(self, saved: Iterable[str]) -> list[str]:
+        """What a checkpoint with these names has of parameters here, and ``targets`` did not ask for.
+
+        States that an optimizer makes behind its first step, or by another option that the checkpoint has, and options
+        that a fresh one has not. Of a parameter without states here, as of one that is not trained, no states.
+        """
+        self.later, options, groups = {}, [], self._groups()
+        for name in saved:
+            owner = _owner(name, self._asked)
+            if owner is None:
+                continue
+            param, keys = self._asked[owner]
+            if name.startswith(_STATE) and keys and name not in keys:
+                self.later[name] = param
+            # The names of parameters are the program's, for it may deal them to other groups by now.
+            elif name.startswith(GROUPS) and _key(name, owner) not in ("param_names", *groups[param]):
+                options.append(name)
+        return [*self.later, *options]
+
+    def _groups(self) -> dict[torch.Tensor, dict[str, Any]]:
+        every = (group for _, mine in self.pairs for each in mine for group in each.param_groups)
+        return {param: group for group in every for param in group["params"]}
+
+    def _take_later(self, state_dict: State) -> None:
+        """Take what ``not_asked`` named: states where their parameter is, but for counts, as torch has it.
+
+        And states of frozen parameters, which torch leaves out of a load, and so out of the optimizer.
+        """
+        groups = self._groups()
+        steppers = {param: each for _, mine in self.pairs for each in mine for param in params_of([each])}
+        for name, value in state_dict.items():
+            owner = _owner(name, self._asked)
+            if owner is None:
+                continue
+            param, _ = self._asked[owner]
+            if name in self.later or (name.startswith(_STATE) and not param.requires_grad):
+                is_moved = isinstance(value, torch.Tensor) and value.dim() > 0
+                # Of mappings among the states torch makes names with dots.
+                *before, last = _key(name, owner).split(".")
+                state = steppers[param].state[param]
+                for key in before:
+                    state = state.setdefault(key, {})
+                state[last] = value.to(param.device) if is_moved else value
+            elif name.startswith(GROUPS):
+                groups[param].setdefault(_key(name, owner), value)
+
+    def _check_options(self, state_dict: State) -> None:
+        """Demand that the options of parameters in one group are the same: torch takes the first one's for all."""
+        of_param: dict[str, dict[str, Any]] = {name: {} for name in self._asked}
+        for name, value in state_dict.items():
+            owner = _owner(name, self._asked) if name.startswith(GROUPS) else None
+            if owner is not None:
+                of_param[owner][_key(name, owner)] = value
+        groups, firsts = self._groups(), dict[int, str]()
+        for name, (param, _) in self._asked.items():
+            first = firsts.setdefault(id(groups[param]), name)
+            mine, others = of_param[name], of_param[first]
+            wrong = [key for key in sorted(mine.keys() | others.keys()) if not _alike(key, mine, others)]
+            if wrong:
+                raise PlanError(
+                    "parameters of one group were saved with different options",
+                    got={key: {first: others.get(key), name: mine.get(key)} for key in wrong},
+                    expected="groups as those of the optimizer that was saved",
+                    where="optimizers",
+                )
+
     def load_state_dict(self, state_dict: State) -> None:
-        """Take what ``targets`` gave; parameters whose states it did not ask for have none."""
+        """Take what ``targets`` gave; parameters whose states it did not ask for have none.
+
+        Raises PlanError where parameters of one group had different options, before any optimizer is changed.
+        """
+        self._check_options(state_dict)
         for part, mine in self.pairs:
             flat = _flat(part, mine)
             if not flat:
@@ -116,6 +193,7 @@ class OptimizerStates(Stateful):
             for optimizer in mine:
                 for param in [param for param, states in optimizer.state.items() if not states]:
                     del optimizer.state[param]
+        self._take_later(state_dict)
 
     def undo(self) -> None:
         """Optimizers that had no states before the load that failed have none."""
@@ -139,6 +217,7 @@ def optimizer_states(parts: Sequence[torch.nn.Module], optimizers: Sequence[torc
 
 
 _STATE, GROUPS = "state.", "param_groups."
+_NOTHING = object()
 
 
 def _of_no_model(part: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> ConfigError | None:
@@ -150,9 +229,22 @@ def _of_no_model(part: torch.nn.Module, optimizers: Sequence[torch.optim.Optimiz
     return ConfigError(what, got=got, expected=expected, where="optimizers") if count else None
 
 
+def _check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Demand optimizers of different parameters: of two states of one name torch keeps the last. Raises ConfigError."""
+    count = sum(len(params_of([each])) for each in optimizers) - len(params_of(optimizers))
+    if count:
+        raise ConfigError(
+            "several optimizers step the same parameters, whose names their states would share",
+            got=f"{count} such parameters, of {', '.join(type(each).__name__ for each in optimizers)}",
+            expected="optimizers of different parameters; another one among the states",
+            where="optimizers",
+        )
+
+
 def _flat(part: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
     if not params_of(optimizers):
         return {}
+    _check_apart(optimizers)
     with _unstepped(optimizers), _without_empty_groups(optimizers):
         try:
             found: State = get_optimizer_state_dict(part, optimizers, options=_FLAT)
@@ -280,9 +372,24 @@ def _states_of(flat: State, optimizers: Sequence[torch.optim.Optimizer]) -> dict
     return result
 
 
+def _alike(key: str, mine: State, others: State) -> bool:
+    """Whether two parameters have the same value of an option, or none. Names of a group's parameters may differ."""
+    a, b = (options.get(key, _NOTHING) for options in (mine, others))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    # As text, too: of what is not a number, and of values that compare by identity, or not at all.
+    return key == "param_names" or repr(a) == repr(b) or a == b
+
+
+def _key(name: str, owner: str) -> str:
+    """What stands behind the name of a parameter, of a state or an option."""
+    return name.removeprefix(GROUPS if name.startswith(GROUPS) else _STATE).removeprefix(f"{owner}.")
+
+
 def _owner(key: str, names: Container[str]) -> str | None:
-    """The parameter whose state this is: the longest name that it begins with. Names and keys may have dots."""
-    name = key.removeprefix(_STATE).rpartition(".")[0]
+    """The parameter whose state or option this is: the longest name that it begins with. Names, keys may have dots."""
+    prefix = GROUPS if key.startswith(GROUPS) else _STATE
+    name = key.removeprefix(prefix).rpartition(".")[0]
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name or None

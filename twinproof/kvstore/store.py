@@ -503,6 +503,10 @@ class KVStore(DeltaStore):
             # What ends it in the middle leaves rows, too.
             self.tell_written(*begun)
 
+    def load_key_value_state_dict(self, state: Mapping[str, Any]) -> dict[str, int]:
+        """``load_state_dict`` with ``clear``: what a load of training gives a store among its ``states``."""
+        return self.load_state_dict(state, clear=True)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             "a store is neither copied nor pickled", got=type(self).__name__, expected="state_dict()", where="pickle"

@@ -13,7 +13,7 @@ states_of_shards_come_whole = patched(
 )
 states_of_another_parameter = patched(
     "A state is read into memory as the first parameter has it.",
-    mutated(f"{_NATIVE}:with_places", "get(str(path[2]))", 'get("0")'),
+    mutated(f"{_NATIVE}:with_places", "get(tuple(map(str, path[1:3])))", 'get(("state", "0"))'),
     kills="CKPT-890",
 )
 shards_of_another_shape = patched(

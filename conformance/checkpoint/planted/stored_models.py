@@ -44,3 +44,15 @@ places_count_from_one = patched(
     mutated(_REPLACED, "in enumerate(value)", "in enumerate(value, start=1)"),
     kills="CKPT-739",
 )
+rows_of_steps_taken_back = patched(
+    "A store among the states keeps the rows that the checkpoint does not list.",
+    mutated("twinproof.checkpoint.native:give_back", 'hasattr(type(each), "load_key_value_state_dict")', "False"),
+    kills=("CKPT-698", "CKPT-975"),
+)
+rows_of_all_loads_alone = patched(
+    "A store's own load removes the rows that a state dict does not list.",
+    mutated(
+        "twinproof.kvstore.store:KVStore.load_state_dict", "tables=tables, clear=clear", "tables=tables, clear=True"
+    ),
+    kills="CKPT-975",
+)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from conformance.harness import mutated, patched, swap
 
 _NATIVE = "twinproof.checkpoint.native"
+_OPTIMIZERS = "twinproof.checkpoint.optimizer_states:OptimizerStates"
 
 unasked_entries_left = patched(
     "What a fresh object does not ask for stays in the checkpoint, without a word.",
-    swap(f"{_NATIVE}:not_asked", lambda asked, owners, metadata: ([], [])),
+    swap(f"{_NATIVE}:not_asked", lambda asked, owners, metadata: ([], [], set())),
     kills=("CKPT-833", "CKPT-834"),
 )
 unasked_entries_not_handed_out = patched(
@@ -28,7 +29,9 @@ numbers_are_text = patched(
 )
 parts_of_all_ranks_loaded = patched(
     "Each rank loads what the others ask for, too.",
-    mutated(f"{_NATIVE}:load_native", "for name in rest if name in common", "for name in rest"),
+    mutated(
+        f"{_NATIVE}:load_native", "for name in rest if not any(name in names for names in by_rank)", "for name in rest"
+    ),
     kills="CKPT-834",
 )
 keys_of_new_entries_stay_text = patched(
@@ -79,9 +82,7 @@ options_of_optimizers_cast = patched(
 )
 unlike_entries_of_all_ranks_loaded = patched(
     "What fits no place on one rank is loaded by the others, too.",
-    mutated(
-        f"{_NATIVE}:not_asked", "and fqn not in mine]", "and (fqn not in mine or not _fits(mine[fqn], saved[fqn]))]"
-    ),
+    mutated(f"{_NATIVE}:not_asked", "mine_of[fqn][0] in names}", "mine_of[fqn][0] in names and fqn not in unlike}"),
     kills="CKPT-901",
 )
 objects_are_mappings = patched(
@@ -133,4 +134,58 @@ first_wrong_name_only = patched(
     "What a load of training lacks is left to torch, which names the first.",
     swap("twinproof.checkpoint.planners:FillingPlanner._check_asked", lambda planner, saved: None),
     kills="CKPT-990",
+)
+extra_states_as_they_are = patched(
+    "A module's extra state is asked for as a fresh module says it.",
+    mutated(f"{_NATIVE}:_objects", 'if name.rpartition(".")[2] == _EXTRA_STATE', "if False"),
+    kills="CKPT-970",
+)
+objects_of_all_ranks_alone = patched(
+    "What no rank asks for is loaded where all ranks have the same objects, and nowhere else.",
+    mutated(
+        f"{_NATIVE}:load_native",
+        "if not any(name in names for names in by_rank)",
+        "if len({*map(frozenset, by_rank)}) == 1",
+    ),
+    kills="CKPT-971",
+)
+later_states_left = patched(
+    "States that a fresh optimizer does not make by its first step stay in the checkpoint.",
+    mutated(f"{_OPTIMIZERS}.not_asked", "self.later[name] = param", "pass"),
+    kills="CKPT-972",
+)
+later_states_whole = patched(
+    "States of sharded parameters that come later are not sharded.",
+    mutated(f"{_NATIVE}:_params_of_states", "for name, param in owner.later.items()", "for name, param in ()"),
+    kills="CKPT-972",
+)
+new_options_left = patched(
+    "Options that the groups of a fresh optimizer do not have stay in the checkpoint.",
+    mutated(f"{_OPTIMIZERS}.not_asked", "options.append(name)", "pass"),
+    kills="CKPT-973",
+)
+names_of_other_groups = patched(
+    "The names of a group's parameters are those of the group that was saved.",
+    mutated(f"{_OPTIMIZERS}.not_asked", '("param_names", *groups[param])', "groups[param]"),
+    kills="CKPT-973",
+)
+any_dtype_holds = patched(
+    "Values of the checkpoint are cast to whatever dtype a model has.",
+    swap(f"{_NATIVE}:_holds", lambda target, saved: True),
+    kills="CKPT-974",
+)
+floats_are_not_rounded = patched(
+    "A model has to have the dtypes that were saved.",
+    swap(f"{_NATIVE}:_holds", lambda target, saved: target == saved),
+    kills="CKPT-974",
+)
+options_of_the_first = patched(
+    "All parameters of a group get the options of the first.",
+    mutated(f"{_OPTIMIZERS}._check_options", "if wrong:", "if False:"),
+    kills="CKPT-976",
+)
+options_by_value_alone = patched(
+    "What is not a number differs from itself.",
+    mutated("twinproof.checkpoint.optimizer_states:_alike", "repr(a) == repr(b) or ", ""),
+    kills="CKPT-976",
 )

@@ -175,3 +175,18 @@ entries_without_states = patched(
     mutated(f"{_OWN}:OptimizerStates.load_state_dict", "del optimizer.state[param]", "pass"),
     kills="CKPT-902",
 )
+states_of_frozen_ones_dropped = patched(
+    "A load takes the states that an optimizer has of frozen parameters, and gives none back.",
+    mutated(f"{_STATES}._take_later", "not param.requires_grad", "False"),
+    kills="CKPT-977",
+)
+last_of_two_optimizers = patched(
+    "Of the states that two optimizers have of one parameter those of the last are saved.",
+    swap(f"{_OWN}:_check_apart", lambda optimizers: None),
+    kills="CKPT-978",
+)
+shared_parameters_seen_late = patched(
+    "That two optimizers have one parameter is seen by the first save of a manager.",
+    mutated(f"{_STATES}.check_params", "_check_apart(plain)", "pass"),
+    kills="CKPT-978",
+)
