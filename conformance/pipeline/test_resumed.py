@@ -434,6 +434,43 @@ def test_names_of_rows(rank_pool: Any, tmp_path: Path) -> None:
     rank_pool.run(keep_wrapped, 2, str(tmp_path))
 
 
+def refuse_among_states(rank: Rank, folder: str) -> None:
+    """A collection with key-value tables beside a model, whole or inside of another module, and one without any."""
+    checkpoint, model, dense = rank.component("checkpoint"), _Kept(rank), torch.nn.Linear(2, 2)
+    optimizer, where = torch.optim.SGD(dense.parameters(), lr=0.1), f"rank {rank.rank} of {rank.world_size}"
+    for name, module in {"tables": model.tables, "inside": torch.nn.Sequential(model.tables)}.items():
+        told = {"mentions": (name, *(f"'{prefix}{table}'" for prefix in _PREFIX[name] for table in STORED))}
+        states = {name: module}
+        with raises(ConfigError, where=f"{name}, {where}: a save", **told):
+            checkpoint.save_training(f"{folder}/{name}", dense, optimizer, 1, states=states, durable=False)
+        assert_equal(Path(f"{folder}/{name}").exists(), False, where=f"{name}, {where}: something is written")
+        with raises(ConfigError, where=f"{name}, {where}: a manager", **told):
+            options = {"model": dense, "optimizers": optimizer, "interval": 1}
+            checkpoint.CheckpointManager(f"{folder}/kept", states=states, **options)
+    cut = rank.component("pipeline").table_wise(0)
+    collection = collection_of(model.pipeline, [_config(model.pipeline)], [values_of((ROWS, WIDTH), 1)])
+    sharded = sharded_of(model.pipeline, collection, {"t": cut}, "sgd", rank.group, device="cpu")
+    with succeeds("a save", where=f"without such tables, {where}"):
+        checkpoint.save_training(f"{folder}/cut", dense, optimizer, 1, states={"tables": sharded}, durable=False)
+    whole = torch.nn.ModuleDict({"dense": dense, "tables": model.tables})
+    with succeeds("a save", where=f"inside of the model, {where}"):
+        checkpoint.save_training(f"{folder}/whole", whole, optimizer, 1, durable=False)
+    assert_equal(_names_in(f"{folder}/whole"), _names("tables."), where=f"inside of the model, {where}: names")
+
+
+_PREFIX = {"tables": [""], "inside": ["0."]}
+
+
+@requirement(
+    "PIPE-775",
+    "A module with key-value tables among the states of save_training or a manager MUST be refused with their names, "
+    "for no state dict of a module has their rows; inside of the model it MUST be saved with them.",
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rows_among_the_states(rank_pool: Any, tmp_path: Path, world_size: int) -> None:
+    rank_pool.run(refuse_among_states, world_size, str(tmp_path))
+
+
 def _whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in state.items()}
 

@@ -56,6 +56,7 @@ from twinproof.checkpoint.plan import (
     set_stored_rows,
     staged,
     stored_rows,
+    stored_tables,
     with_memory,
     without_parts,
 )
@@ -386,11 +387,23 @@ def check_states(states: Mapping[str, Any] | None) -> State:
 
 
 def check_stateful(states: Mapping[str, Any]) -> None:
-    """Demand objects that give and take their states. Raises ConfigError, for a class in place of an object too."""
+    """Demand objects that give and take their states, whole.
+
+    Raises:
+        ConfigError: a class in place of an object, or a module whose state dict lacks rows that it holds.
+    """
     wrong = sorted(name for name, value in states.items() if isinstance(value, type) or not isinstance(value, Stateful))
     if wrong:
         expected = "objects with both, and no classes"
         raise ConfigError("no state_dict and load_state_dict", got=wrong, expected=expected, where="states")
+    modules = {name: value for name, value in states.items() if isinstance(value, torch.nn.Module)}
+    if lacking := {name: tables for name, module in modules.items() if (tables := stored_tables(module))}:
+        raise ConfigError(
+            "rows of key-value tables are no part of a module's state dict",
+            got=lacking,
+            expected="their module inside of the model, as ModuleDict({...}) of both",
+            where="states",
+        )
 
 
 def _training(model: Models, optimizers: Any, step: int, states: Mapping[str, Any] | None) -> tuple[list[Any], State]:

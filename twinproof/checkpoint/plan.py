@@ -92,6 +92,7 @@ __all__ = [
     "set_stored_rows",
     "staged",
     "stored_rows",
+    "stored_tables",
     "told_by_ranks",
     "with_memory",
     "without_parts",
@@ -269,6 +270,11 @@ def _read(targets: dict[str, Any], reader: StorageReader, metadata: Metadata) ->
 class HoldsRows(Protocol):
     """A module with such rows, as a sharded collection with key-value tables. Every rank makes these calls."""
 
+    @property
+    def key_value_tables(self) -> tuple[str, ...]:
+        """Names of the tables that have them; none where there are none."""
+        ...
+
     def key_value_state_dict(self) -> dict[str, Any]:
         """This rank's rows as tensors that know where they stand among those of all; none where there are none."""
         ...
@@ -286,6 +292,11 @@ def _holders(part: torch.nn.Module) -> Iterator[tuple[str, HoldsRows]]:
         if all(callable(getattr(type(module), each, None)) for each in (verb, f"load_{verb}")):
             (name,) = _get_fqns(part, f"{path}.{verb}" if path else verb)
             yield name.removesuffix(verb), cast("HoldsRows", module)
+
+
+def stored_tables(part: torch.nn.Module) -> list[str]:
+    """The tables whose rows modules of a model hold beside its state dict, behind the names of their modules."""
+    return [f"{prefix}{table}" for prefix, module in _holders(part) for table in module.key_value_tables]
 
 
 def stored_rows(part: torch.nn.Module) -> dict[str, Any]:

@@ -402,6 +402,12 @@ class TableParts:
             raise ConfigError("states that no table has here", got=others, expected=sorted(views), where="state")
         fill(views, given)
 
+    @property
+    def key_value_tables(self) -> tuple[str, ...]:
+        """Names of the tables whose rows stores have."""
+        tables = zip(self._layout.tables, self._layout.shardings, strict=True)
+        return tuple(table.name for table, sharding in tables if sharding.rule.is_stored)
+
     def key_value_state_dict(self, *, snapshot: bool = True, chunk_rows: int | None = None) -> dict[str, Any]:
         """The key-value tables' rows, as ``KVStore.state_dict`` gives them; every rank calls this."""
         result: dict[str, Any] = {}
@@ -961,6 +967,11 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 or dtype. UnsupportedError: no dense tensor, or one on meta. Then nothing was changed.
         """
         self._parts.load_optimizer_state_dict(state)
+
+    @property
+    def key_value_tables(self) -> tuple[str, ...]:
+        """Names of the tables whose rows ``key_value_state_dict`` gives, and ``state_dict`` does not."""
+        return self._parts.key_value_tables
 
     def key_value_state_dict(self, *, snapshot: bool = True, chunk_rows: int | None = None) -> dict[str, Any]:
         """The key-value tables' rows, as ``KVStore.state_dict`` gives them; every rank calls this."""

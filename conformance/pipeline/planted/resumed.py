@@ -122,3 +122,19 @@ rows_of_any_bucket = patched(
     mutated("twinproof.kvstore.statedict:check_rows_of_rank", "begin, end)\n", "0, total_count)\n"),
     kills="PIPE-798",
 )
+
+rows_among_states_left_out = patched(
+    "A module with key-value tables stands among the states, and its rows are not saved.",
+    mutated("twinproof.checkpoint.native:check_stateful", "(tables := stored_tables(module))", "(tables := ())"),
+    kills="PIPE-775",
+)
+tables_of_no_name = patched(
+    "A refusal names tables without the modules that they are in.",
+    mutated(f"{_PLAN}:stored_tables", 'f"{prefix}{table}"', "table"),
+    kills="PIPE-775",
+)
+any_cut_table_refused = patched(
+    "Any cut table is taken for one whose rows stores have.",
+    mutated("twinproof.pipeline.sharded:TableParts.key_value_tables", "if sharding.rule.is_stored", ""),
+    kills="PIPE-775",
+)
