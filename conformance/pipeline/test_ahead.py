@@ -504,7 +504,10 @@ def _assert_replaced(pipeline: Any, name: str, rank: Rank | None = None) -> None
             stride = expected[step].dense.shape[0]
             expected[step] = loop.batch(20 + step, stride)
             schedule.batches[0] = job.there(job.batch(20 + step, stride))
-        assert_bits(schedule.progress(loader), loop.step(expected[step]), f"{name} step {step}")
+        # A pipeline may see that it was about to take another batch's.
+        with succeeds("a step", where=f"{name} step {step}"):
+            found = schedule.progress(loader)
+        assert_bits(found, loop.step(expected[step]), f"{name} step {step}")
     assert_same_state(job, loop, name)
 
 
