@@ -34,6 +34,10 @@ _STATE = {"w": torch.ones(2)}
 def _held() -> dict[str, int]:
     """Groups of torch, keys of the job's store, and descriptors of this rank, when all ranks have come here."""
     gc.collect()
+    # The retention of a manager that was dropped may still have its folder open.
+    for thread in threading.enumerate():
+        if thread.name == "twinproof-retention":
+            thread.join(timeout=60)
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     counts = {
