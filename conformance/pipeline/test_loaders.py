@@ -317,6 +317,10 @@ class _Handed:
 
     def __init__(self, batch: Batch) -> None:
         self.fill(batch)
+        # Some tensors have no strides, and others not even sizes.
+        parts, square = [torch.ones(2), torch.ones(3)], torch.eye(3)
+        self.others = [torch.nested.nested_tensor(parts, layout=kind) for kind in (torch.strided, torch.jagged)]
+        self.others += [square.to_sparse(), square.to_sparse_csr()]
 
     def fill(self, batch: Batch) -> _Handed:
         """With the parts of another."""
@@ -362,6 +366,7 @@ def _refilled(pipeline: Any, way: str, batches: list[Batch]) -> Iterator[Any]:
     "way",
     ["a tensor", "parts that overlap", "an object", "slots in turn", "the same again", "the same object again"],
 )
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:Sparse CSR:UserWarning")
 @pytest.mark.parametrize("name", ALL)
 def test_refilled(pipeline: Any, name: str, way: str) -> None:
     job, loop = Job(pipeline, 8), _loop_of(pipeline, name, 8)

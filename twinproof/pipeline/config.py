@@ -720,13 +720,15 @@ class LoaderEnds:
         """
         loader, in_flight = check_loader(self._dataloader_iter), list(in_flight)
         for each in in_flight:
-            each.lent = tensors_of(each.batch) if each.lent is None else each.lent
-        lent = [tensor for each in in_flight for tensor in each.lent]
+            # Somebody may have put another batch in its place.
+            if each.lent is None or each.lent[0] is not each.batch:
+                each.lent = each.batch, tensors_of(each.batch)
+        lent = [tensor for each in in_flight for tensor in each.lent[1]]
         versions = versions_now(lent)
         batch = next(loader)
         written = written_since(lent, versions)
         given = tensors_of(batch) if written or any(each.batch is batch for each in in_flight) else []
-        refilled = [each for each in in_flight if each.batch is batch and not _are_among(each.lent, given)]
+        refilled = [each for each in in_flight if each.batch is batch and not _are_among(each.lent[1], given)]
         if refilled or share_memory(written, given):
             raise ConfigError(
                 "the loader has written over a batch that is in flight",

@@ -936,7 +936,7 @@ class BatchContext:
 
     def __init__(self, batch: Any) -> None:
         self.batch, self.index = batch, 0
-        self.lent: Any = None  # Its tensors, where they may be the loader's.
+        self.lent: Any = None  # It and its tensors, where they may be the loader's.
         self.given_context: Any = None
         self.failure: Exception | None = None
         self.with_grad: bool | None = None

@@ -370,15 +370,17 @@ def written_since(tensors: list[torch.Tensor], versions: list[int | None]) -> li
 
 def share_memory(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Whether any of the one lies where any of the other does: parts of one tensor that lie apart do not."""
-    spans = [span for span in map(_span_of, others) if span]
+    spans = [span for span in map(_span_of, others) if span] if some else []
     return any(span and span[0] < end and begin < span[1] for span in map(_span_of, some) for begin, end in spans)
 
 
 def _span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Where the elements of a plain tensor begin and end."""
+    """Where the elements of a plain tensor begin and end; None of others, of which some have no strides."""
     begin = _begin_of(tensor)
+    if not begin or not tensor.numel():
+        return None
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (begin, begin + extent * tensor.element_size()) if begin and tensor.numel() else None
+    return begin, begin + extent * tensor.element_size()
 
 
 def versions_now(tensors: list[torch.Tensor]) -> list[int | None]:
@@ -387,7 +389,8 @@ def versions_now(tensors: list[torch.Tensor]) -> list[int | None]:
 
 
 def _begin_of(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided and type(tensor) is torch.Tensor else 0
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.data_ptr() if is_plain else 0
 
 
 def is_other_part(ahead: Any, given: Any, memory: Callable[[], frozenset[int]]) -> bool:
@@ -423,6 +426,9 @@ def _form_of(value: Any) -> Any:
 
 def _is_other_tensor(ahead: torch.Tensor, given: torch.Tensor, memory: Callable[[], frozenset[int]]) -> bool:
     begins = {_begin_of(ahead), _begin_of(given)}
+    if begins == {0}:
+        # Neither lies in memory that is compared, and some such have no strides.
+        return False
     if ahead.shape == given.shape and ahead.stride() == given.stride() and (len(begins) == 1 or not ahead.numel()):
         return False
     return not begins.isdisjoint(memory()) and not _hold_same(ahead, given)
